@@ -50,6 +50,7 @@ CASES = (
     Counted("add_rms_norm", "1x4096"),
     Counted("layer_norm", "1x768"),
     Counted("norm_add_norm", "test 2x200"),
+    Counted("norm_add_norm", "test 2x250 clip_sum=True"),
     Counted("qk_norm", "test 1x4x2x64"),
     Counted("softcap", "test 3x1025"),
     Counted("sample", "test 5x515"),

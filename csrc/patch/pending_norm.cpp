@@ -39,12 +39,21 @@ std::optional<PendingRmsNorm> norm_of_term(const mx::array& term, const mx::arra
   return is_one_kernel ? norm : std::nullopt;
 }
 
+// The parts of a sum of a residual and a norm that one kernel computes, and nothing has asked for yet.
+std::optional<PendingNormAdd> pending_norm_sum(const mx::array& sum, float eps, mx::Stream stream) {
+  constexpr long holders = 2;  // the caller, and the norm beside it
+  const bool is_free =
+      is_pending(sum) && !sum.is_tracer() && sum.primitive().stream() == stream && has_holders(sum, holders);
+  auto first = is_free ? pending_norm_add(sum) : std::nullopt;
+  return first && first->eps == eps ? first : std::nullopt;
+}
+
 std::pair<mx::array, mx::array> norm_of_sum(const mx::array& sum, const std::optional<mx::array>& weight, float eps,
                                             float weight_offset, mx::StreamOrDevice where) {
   for (int i : {0, 1}) {
     const mx::array& other = sum.inputs()[1 - i];
     if (const auto norm = norm_of_term(sum.inputs()[i], sum, eps)) {
-      return norm_add_norm(norm->x, other, norm->weight, weight, eps, norm->weight_offset, weight_offset, where);
+      return norm_add_norm(norm->x, other, norm->weight, weight, eps, norm->weight_offset, weight_offset, false, where);
     }
   }
   return add_rms_norm(sum.inputs()[0], sum.inputs()[1], weight, eps, weight_offset, where);
@@ -57,7 +66,15 @@ std::optional<mx::array> try_pending_rms_norm(mx::array& x, const std::optional<
                                               float weight_offset, mx::StreamOrDevice where) {
   const bool is_one_type = x.ndim() > 0 && has_kernels(x.dtype()) && (!weight || weight->dtype() == x.dtype());
   const bool is_traced = weight && weight->is_tracer();  // the sum outlives the trace
-  if (!is_one_type || is_traced || !is_pending_sum(x, checks::checked_stream("rms_norm", where))) {
+  const mx::Stream stream = checks::checked_stream("rms_norm", where);
+  if (const auto first = is_one_type && !is_traced ? pending_norm_sum(x, eps, stream) : std::nullopt) {
+    const auto [y, sum] = norm_add_norm(first->x, first->residual, first->weight, weight, eps, first->weight_offset,
+                                        weight_offset, first->clips, where);
+    const mx::array before = x;  // whose destructor breaks the cycle of the outputs
+    x.overwrite_descriptor(sum);
+    return y;
+  }
+  if (!is_one_type || is_traced || !is_pending_sum(x, stream)) {
     return try_rms_norm(x, weight, eps, weight_offset, where);
   }
   const auto [y, sum] = norm_of_sum(x, weight, eps, weight_offset, where);

@@ -18,7 +18,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "layer_norm": ("norm/layer_norm.metal", "norm/norm_vjp.metal"),
     "add_rms_norm": ("norm/add_rms_norm.metal", "norm/norm_vjp.metal"),
     "softmax": ("norm/softmax.metal", "norm/softmax_vjp.metal"),
-    "norm_add_norm": ("norm/norm_add_norm.metal", "norm/norm_vjp.metal"),
+    "norm_add_norm": ("norm/norm_add_norm.metal", "norm/clipped_norm_add_norm.metal", "norm/norm_vjp.metal"),
     "qk_norm": ("norm/qk_norm.metal", "norm/norm_vjp.metal"),
     "softcap": ("norm/softcap.metal",),
     "sample": ("sampling/sample.metal", "sampling/sample_logprobs.metal"),

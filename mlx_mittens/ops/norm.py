@@ -178,6 +178,7 @@ def norm_add_norm(
     *,
     weight_offset: float = 0.0,
     next_weight_offset: float = 0.0,
+    clip_sum: bool = False,
     stream: StreamOrDevice = None,
 ) -> tuple[mx.array, mx.array]:
     """Normalizes, adds a residual and normalizes the sum, in one kernel: between the blocks of Gemma 2 and 3 and GLM-4.
@@ -193,6 +194,8 @@ def norm_add_norm(
         eps (float): Added to both mean squares; finite and not negative.
         weight_offset (float): Added to ``weight``, in float32; finite. It is 1.0 in Gemma.
         next_weight_offset (float): Added to ``next_weight``, in float32; finite.
+        clip_sum (bool): Whether the sum is clipped to finite numbers where it is float16, as in Gemma 3. Sums of other
+            types stay as they are.
         stream (optional): Stream or device to run on.
 
     Returns:

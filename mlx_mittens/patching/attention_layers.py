@@ -17,7 +17,7 @@ from .. import _ext
 from .digests import digest
 from .linears import products
 
-__all__ = ["gpt_oss_attention", "qwen3_next_attention"]
+__all__ = ["gemma3_attention", "gpt_oss_attention", "qwen3_next_attention"]
 
 _YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
 
@@ -54,6 +54,19 @@ def qwen3_next_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any =
     values = _heads(values, layer.num_key_value_heads)
     output = _attend(queries, keys, values, cache, scale=layer.scale, mask=mask).transpose(0, 2, 1, 3)
     return cast(mx.array, layer["o_proj"](_gated(output, gate).reshape(1, 1, -1)))
+
+
+def gemma3_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.gemma3_text.Attention, whose norms of heads have a scale of 1 + weight."""
+    if not _is_token(x, cache):
+        return None
+    queries, keys, values = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj")], alone=True)
+    values = _heads(values, layer.n_kv_heads)
+    queries = layer["q_norm"](_heads(queries, layer.n_heads))
+    keys = layer["k_norm"](_heads(keys, layer.n_kv_heads))
+    queries, keys = (layer.rope(heads, offset=cache.offset) for heads in (queries, keys))
+    output = _attend(queries, keys, values, cache, scale=layer.scale, mask=mask).transpose(0, 2, 1, 3)
+    return cast(mx.array, layer["o_proj"](output.reshape(1, 1, -1)))
 
 
 def gpt_oss_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

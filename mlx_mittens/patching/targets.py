@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
@@ -18,7 +18,17 @@ from .. import _ext
 from . import attention_layers, feed_forward, recurrent_layers, routers
 from .digests import digest, digest_in
 
-__all__ = ["TARGETS", "Target", "PatchError", "digest", "executed", "importing", "mixture_of", "unknown"]
+__all__ = [
+    "CLIP_RESIDUAL",
+    "TARGETS",
+    "Target",
+    "PatchError",
+    "digest",
+    "executed",
+    "importing",
+    "mixture_of",
+    "unknown",
+]
 
 importing: set[str] = set()  # modules that are not yet what they will be
 executed: set[str] = set()  # modules that were imported under the patch
@@ -38,6 +48,10 @@ class PatchError(RuntimeError):
     """
 
 
+def _plain(function: Any) -> Any:
+    return function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function
+
+
 def _all_to_sharded(module: Any, x: mx.array) -> mx.array | None:
     return _ext.try_linear(module, sum_gradients(module.group)(x))
 
@@ -53,12 +67,23 @@ def _sharded_to_all(module: Any, x: mx.array) -> mx.array | None:
 def _gemma3_block(block: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """A decoder layer of Gemma 3, whose sums a compiled function computes: that hides them from the norms after them.
 
-    In float16 it keeps them finite too, which stays its own.
+    In float16 it keeps them finite too.
     """
-    if x.dtype == mx.float16 or digest_in(sys.modules[type(block).__module__], "clip_residual") != _CLIP_RESIDUAL:
+    if digest_in(sys.modules[type(block).__module__], "clip_residual") != CLIP_RESIDUAL:
         return None
-    h = x + block.post_attention_layernorm(block.self_attn(block.input_layernorm(x), mask, cache))
-    return h + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(h)))
+    norms = [block["post_attention_layernorm"], block["post_feedforward_layernorm"]]
+    is_known = all(digest(_plain(type(norm).__call__)) == _OFFSET_NORM for norm in norms)
+    if x.dtype == mx.float16 and (_ext.exporting() or not is_known):
+        return None
+    h = _plus_norm(x, block.self_attn(block.input_layernorm(x), mask, cache), norms[0])
+    return _plus_norm(h, block.mlp(block.pre_feedforward_layernorm(h)), norms[1])
+
+
+def _plus_norm(residual: mx.array, x: mx.array, norm: Any) -> mx.array:
+    """A sum of Gemma 3's, which the norm after it may compute."""
+    if residual.dtype != mx.float16:
+        return cast(mx.array, residual + norm(x))
+    return _ext.norm_add_norm(x, residual, norm.weight, None, norm.eps, weight_offset=1.0, clip_sum=True)[1]
 
 
 def _gemma2_logits(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
@@ -281,8 +306,7 @@ class Target:
         except PatchError:
             return False
         functions = [getattr(owner, name, None) for name in self.rests_on or (leaf,)]
-        plain = [one.__wrapped__ if isinstance(one, _ext.FunctionWrapper) else one for one in functions]
-        return " ".join(map(digest, plain)) == self.text
+        return " ".join(map(digest, map(_plain, functions))) == self.text
 
     def _complaint(self, what: str) -> str:
         import importlib.metadata
@@ -671,6 +695,12 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("qwen3_next.Qwen3NextAttention",),
     ),
     (
+        attention_layers.gemma3_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "2258d2b3a5d51489",
+        ("gemma3_text.Attention",),
+    ),
+    (
         attention_layers.gpt_oss_attention,
         ("cache", "scaled_dot_product_attention"),
         "666f870329209924",
@@ -732,8 +762,7 @@ TARGETS += [
 
 def mixture_of(base: type) -> Attempt | None:
     """What computes the call of a class of mixtures or routers, where it is one that is known."""
-    call = base.__call__
-    text = digest(call.__wrapped__ if isinstance(call, _ext.FunctionWrapper) else call)
+    text = digest(_plain(base.__call__))
     return next((attempt for attempt, known, _, _ in _MIXTURES if text == known), None)
 
 
@@ -760,7 +789,8 @@ TARGETS += [
     for norm in norms
 ]
 
-_CLIP_RESIDUAL = "2faf093f497711a9"  # the digest of mlx-lm's gemma3_text.clip_residual
+_OFFSET_NORM = _OFFSET_NORMS[0][0]
+CLIP_RESIDUAL = "2faf093f497711a9"  # the digest of mlx-lm's gemma3_text.clip_residual
 
 TARGETS += [
     Target(
@@ -771,7 +801,7 @@ TARGETS += [
         _gemma3_block,
         ("self", "x", "mask", "cache"),
         optional=True,
-        partial=True,  # not float16
+        partial=True,  # not where norms or the sum are others
         text="b4f558b84aa97783",
     ),
     Target(

@@ -119,6 +119,9 @@ _NORM_TESTS = _tests(
 # More rows than threadgroups that sum up a weight's gradient, and than simdgroups.
 _NORM_TESTS += _tests((130, 1030), (2085, 5), vjp=True)
 
+# One shape for each schedule of a norm whose sum is clipped.
+_CLIPPED = ((3, 64), (2, 120), (2, 250), (7, 500), (2, 1000), (513, 520), (1, 4200), (1, 8200), (1, 16500))
+
 _NORM_CASES = (
     Case("Llama-3.2-1B decode", (1, 2048), quick=True),
     Case("Llama-3.2-1B prompt", (512, 2048)),
@@ -143,9 +146,14 @@ def _add_then_rms_norm(x, residual, weight, eps, *, weight_offset=0.0, stream=No
 
 
 def _norm_then_add_then_norm(
-    x, residual, weight, next_weight, eps, *, weight_offset=0.0, next_weight_offset=0.0, stream=None
+    x, residual, weight, next_weight, eps, *, weight_offset=0.0, next_weight_offset=0.0, clip_sum=False, stream=None
 ):
     normed = _rms_norm(x, weight, eps, weight_offset=weight_offset, stream=stream)
+    if clip_sum and mx.result_type(residual, normed) == mx.float16:
+        largest = mx.finfo(mx.float16).max
+        total = residual.astype(mx.float32) + normed.astype(mx.float32)
+        total = mx.clip(total, -largest, largest, stream=stream).astype(mx.float16)
+        return _rms_norm(total, next_weight, eps, weight_offset=next_weight_offset, stream=stream), total
     return _add_then_rms_norm(residual, normed, next_weight, eps, weight_offset=next_weight_offset, stream=stream)
 
 
@@ -266,7 +274,9 @@ ROW_OPS: tuple[RowOp, ...] = (
         rounds_first=True,
         summary="norm of a block's output, residual sum and its norm in one kernel",
         options={"eps": 1e-5},
-        tests=_NORM_TESTS + _tests((3, 65), (2, 1032), options={**_GEMMA, "next_weight_offset": 1.0}),
+        tests=_NORM_TESTS
+        + _tests((3, 65), (2, 1032), options={**_GEMMA, "next_weight_offset": 1.0})
+        + _tests(*_CLIPPED, options={"clip_sum": True}),
         cases=(
             Case("Gemma 2 2B decode", (1, 2304), {**_GEMMA, "next_weight_offset": 1.0}, quick=True),
             Case("Gemma 3 1B prompt", (512, 1152), {**_GEMMA, "next_weight_offset": 1.0}, quick=True),

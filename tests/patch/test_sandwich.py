@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers.tolerances import LAYERS, SUMS
+from helpers.tolerances import LAYERS, SUMS, assert_near, of_layer
 from mlx.utils import tree_map_with_path
 from mlx_lm.models import gemma, gemma2, gemma3_text, glm4
 
@@ -89,15 +89,48 @@ def test_the_same_model_in_fewer_kernels(rng, name):
 
 
 def test_gemma_3_keeps_sums_in_float16_finite(rng):
-    """It clips them in float16, which no kernel here does: its own code runs."""
+    """It clips them in float16, by the same kernels."""
     model = build("gemma3_text", rng, mx.float16)
-    for layer in model.layers:
-        layer.post_attention_layernorm.weight = mx.full((64,), 60000.0, mx.float16)
-        layer.post_feedforward_layernorm.weight = mx.full((64,), 60000.0, mx.float16)
+
+    def enlarge():
+        for layer in model.layers:
+            layer.post_attention_layernorm.weight = mx.full((64,), 60000.0, mx.float16)
+            layer.post_feedforward_layernorm.weight = mx.full((64,), 60000.0, mx.float16)
+
+    usual = [(layer.post_attention_layernorm.weight, layer.post_feedforward_layernorm.weight) for layer in model.layers]
+    enlarge()
     expected = logits(model)
     assert np.isfinite(expected).all()
+    mm.stats(reset=True)
     with mm.patched():
         patched = logits(model)
+    assert launched()["norm_add_norm"] == NORMS["gemma3_text"]["norm_add_norm"]
+    for layer, weights in zip(model.layers, usual, strict=True):  # a trial shows nothing where norms overflow
+        layer.post_attention_layernorm.weight, layer.post_feedforward_layernorm.weight = weights
     mm.nn.convert(model)
-    for result in (patched, logits(model)):
+    enlarge()
+    mm.stats(reset=True)
+    converted = logits(model)
+    assert launched()["norm_add_norm"] == NORMS["gemma3_text"]["norm_add_norm"]
+    for result in (patched, converted):
         np.testing.assert_array_equal(np.isfinite(result), True)
+        limit = 2 * of_layer(mx.float16)
+        np.testing.assert_allclose(result, expected, rtol=limit, atol=limit * np.abs(expected).max())
+
+
+def test_a_sum_of_gemma_3_that_is_read_is_computed_once(rng):
+    """Where somebody holds what a layer gives, the norm after it has a launch of its own."""
+    model = build("gemma3_text", rng, mx.float16)
+    x = mx.array(rng.standard_normal((1, 1, 64)).astype(np.float16))
+    layer, norm = model.layers[0], model.model.norm
+
+    def both():
+        y = layer(x)
+        held = y + 0
+        return norm(y), held, y
+
+    expected = both()
+    with mm.patched():
+        found = both()
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b, "layer", 2 * of_layer(mx.float16))

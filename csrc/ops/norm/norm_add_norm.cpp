@@ -4,7 +4,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
+#include "cpu/clipped_sum.h"
 #include "cpu/norm_add_norm.h"
+#include "cpu/rms_norm.h"
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/norm/norm_vjp.h"
@@ -28,6 +30,17 @@ namespace {
 
 constexpr const char* op = "norm_add_norm";
 const Name file = "norm/norm_add_norm.metal";
+const Name clipped_file = "norm/clipped_norm_add_norm.metal";
+constexpr float largest_half = 65504;
+
+mx::array compose_sum_of_norm(const mx::array& residual, const mx::array& normed, bool clips, mx::Stream stream) {
+  if (!clips) {
+    return mx::add(residual, normed, stream);
+  }
+  const auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, stream); };
+  const mx::array sum = mx::add(wide(residual), wide(normed), stream);
+  return mx::astype(mx::clip(sum, mx::array(-largest_half), mx::array(largest_half), stream), mx::float16, stream);
+}
 
 struct NormAddNormOptions {
   float eps;
@@ -35,6 +48,7 @@ struct NormAddNormOptions {
   bool has_next_weight;
   float weight_offset;
   float next_weight_offset;
+  bool clips;
 
   bool operator==(const NormAddNormOptions&) const = default;
 };
@@ -45,6 +59,10 @@ class NormAddNorm : public RowPrimitive {
   NormAddNorm(mx::Stream stream, const mx::array& x, const NormAddNormOptions& options)
       : RowPrimitive(stream, op, {2, 2, 0}, x), options_(options) {}
 
+  const NormAddNormOptions& options() const {
+    return options_;
+  }
+
   const char* name() const override {
     return "MittensNormAddNorm";
   }
@@ -53,19 +71,23 @@ class NormAddNorm : public RowPrimitive {
     return options_ == static_cast<const NormAddNorm&>(other).options_;
   }
 
-  // The gradient of the sum is that of the residual and, through the first norm, of x.
+  // The gradient of the sum is that of the residual and, through the first norm, of x; a clipped one has none.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
     const auto is_wanted = [&](int argument) { return contains(argnums, argument); };
     const int next = 2 + options_.has_weight;
     const bool wants_weight = options_.has_weight && is_wanted(2);
-    const NormGradients of_sum = norm_gradients(outputs[1], next_weight(primals), cotangents[0], cotangents[1],
-                                                {.centred = false,
-                                                 .eps = options_.eps,
-                                                 .weight_gradient = options_.has_next_weight && is_wanted(next),
-                                                 .bias_gradient = false,
-                                                 .weight_offset = options_.next_weight_offset},
-                                                stream());
+    NormGradients of_sum = norm_gradients(outputs[1], next_weight(primals), cotangents[0], cotangents[1],
+                                          {.centred = false,
+                                           .eps = options_.eps,
+                                           .weight_gradient = options_.has_next_weight && is_wanted(next),
+                                           .bias_gradient = false,
+                                           .weight_offset = options_.next_weight_offset},
+                                          stream());
+    if (options_.clips) {
+      const mx::array is_inside = mx::less(mx::abs(outputs[1], stream()), mx::array(largest_half), stream());
+      of_sum.x = mx::where(is_inside, of_sum.x, mx::zeros_like(of_sum.x, stream()), stream());
+    }
     std::optional<NormGradients> of_x;
     if (is_wanted(0) || wants_weight) {
       of_x = norm_gradients(primals[0], weight(primals), of_sum.x, std::nullopt,
@@ -94,8 +116,9 @@ class NormAddNorm : public RowPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const int weight = options_.has_weight ? 2 : -1;
     const int next = options_.has_next_weight ? 2 + options_.has_weight : -1;
-    return row_launches(file, inputs, {{weight, options_.weight_offset}, {next, options_.next_weight_offset}}, outputs,
-                        options_.eps);
+    return row_launches(options_.clips ? clipped_file : file, inputs,
+                        {{weight, options_.weight_offset}, {next, options_.next_weight_offset}}, outputs, options_.eps,
+                        options_.clips ? "clipped_" : "");
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -104,13 +127,20 @@ class NormAddNorm : public RowPrimitive {
     const cpu::NormScale next{options_.has_next_weight ? data_of(inputs.back()) : nullptr, options_.next_weight_offset};
     return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), residual = data_of(inputs[1]), scale, next,
             y = data_of(outputs[0]), sum = data_of(outputs[1]), rows = inputs[0].size() / columns, columns,
-            eps = options_.eps] { cpu::norm_add_norm(type, x, residual, scale, next, y, sum, rows, columns, eps); };
+            eps = options_.eps, clips = options_.clips] {
+      if (clips) {
+        cpu::clipped_sum(x, residual, scale, sum, rows, columns, eps);
+        cpu::rms_norm(type, sum, next.values, y, rows, columns, eps, next.offset);
+      } else {
+        cpu::norm_add_norm(type, x, residual, scale, next, y, sum, rows, columns, eps);
+      }
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
     const mx::array normed =
         compose_rms_norm(inputs[0], weight(inputs), options_.eps, options_.weight_offset, stream());
-    const mx::array sum = mx::add(inputs[1], normed, stream());
+    const mx::array sum = compose_sum_of_norm(inputs[1], normed, options_.clips, stream());
     return {compose_rms_norm(sum, next_weight(inputs), options_.eps, options_.next_weight_offset, stream()), sum};
   }
 
@@ -130,7 +160,8 @@ class NormAddNorm : public RowPrimitive {
 std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::array& residual,
                                               const std::optional<mx::array>& weight,
                                               const std::optional<mx::array>& next_weight, float eps,
-                                              float weight_offset, float next_weight_offset, mx::StreamOrDevice where) {
+                                              float weight_offset, float next_weight_offset, bool clip_sum,
+                                              mx::StreamOrDevice where) {
   checks::has_axis(op, "x", x);
   checks::same_shape(op, "residual", residual, x);
   if (weight) {
@@ -149,7 +180,12 @@ std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::arra
   const mx::Dtype normed_dtype = checks::floating(op, {{"x", x}, {"weight", weight}});
   const bool is_one_type = normed_dtype == dtype && checks::promoted({{"residual", residual}, {"x", x}}) == dtype;
   if (!is_one_type || !has_kernels(dtype) || prefer_mx(row_problem(op, x, dtype), nullptr, stream)) {
-    return add_rms_norm(rms_norm(x, weight, eps, offset, stream), residual, next_weight, eps, next_offset, stream);
+    const mx::array normed = rms_norm(x, weight, eps, offset, stream);
+    if (clip_sum && checks::promoted({{"residual", residual}, {"the norm", normed}}) == mx::float16) {
+      const mx::array sum = compose_sum_of_norm(residual, normed, true, stream);
+      return {rms_norm(sum, next_weight, eps, next_offset, stream), sum};
+    }
+    return add_rms_norm(normed, residual, next_weight, eps, next_offset, stream);
   }
 
   Arrays inputs;
@@ -161,16 +197,29 @@ std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::arra
       inputs.push_back(in_dtype(**scale, dtype, stream));
     }
   }
-  const NormAddNormOptions options{eps, weight.has_value(), next_weight.has_value(), offset, next_offset};
+  const bool clips = clip_sum && dtype == mx::float16;
+  const NormAddNormOptions options{eps, weight.has_value(), next_weight.has_value(), offset, next_offset, clips};
   Arrays outputs = RowPrimitive::outputs_of(std::make_shared<NormAddNorm>(stream, inputs[0], options), inputs);
   return {std::move(outputs[0]), std::move(outputs[1])};
+}
+
+std::optional<PendingNormAdd> pending_norm_add(const mx::array& sum) {
+  const auto* primitive = is_pending(sum) ? dynamic_cast<const NormAddNorm*>(&sum.primitive()) : nullptr;
+  const bool is_sum = primitive && !primitive->options().has_next_weight && sum.outputs()[1].id() == sum.id();
+  if (!is_sum) {
+    return std::nullopt;
+  }
+  const NormAddNormOptions& options = primitive->options();
+  const auto weight = options.has_weight ? std::optional(sum.inputs()[2]) : std::nullopt;
+  return PendingNormAdd{{sum.inputs()[0], weight, options.eps, options.weight_offset}, sum.inputs()[1], options.clips};
 }
 
 namespace {
 
 void bind(nb::module_& module) {
   bind_function(module, op, &norm_add_norm, "x"_a, "residual"_a, "weight"_a.none(), "next_weight"_a.none(), "eps"_a,
-                nb::kw_only(), "weight_offset"_a = 0.0f, "next_weight_offset"_a = 0.0f, "stream"_a = nb::none());
+                nb::kw_only(), "weight_offset"_a = 0.0f, "next_weight_offset"_a = 0.0f, "clip_sum"_a = false,
+                "stream"_a = nb::none());
 }
 
 const Register registered(bind);

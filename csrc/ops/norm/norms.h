@@ -20,11 +20,12 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
                                              const std::optional<mx::array>& weight, float eps, float weight_offset,
                                              mx::StreamOrDevice where);
 
-// The normed sum and the sum of residual and the norm of x.
+// The normed sum and the sum of residual and the norm of x, clipped to finite numbers where that is float16.
 std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::array& residual,
                                               const std::optional<mx::array>& weight,
                                               const std::optional<mx::array>& next_weight, float eps,
-                                              float weight_offset, float next_weight_offset, mx::StreamOrDevice where);
+                                              float weight_offset, float next_weight_offset, bool clip_sum,
+                                              mx::StreamOrDevice where);
 
 // What a norm that nothing has computed yet is of; none where an array is no such thing.
 struct PendingRmsNorm {
@@ -41,6 +42,13 @@ struct PendingAddRmsNorm : PendingRmsNorm {
   mx::array sum;
 };
 std::optional<PendingAddRmsNorm> pending_add_rms_norm(const mx::array& y);
+
+// What the sum is of that norm_add_norm computes without a weight of the second norm.
+struct PendingNormAdd : PendingRmsNorm {
+  mx::array residual;
+  bool clips;
+};
+std::optional<PendingNormAdd> pending_norm_add(const mx::array& sum);
 
 // The means of rows in mx operations, [.., 1]. mx's sum of a row may be one chain of additions, in which all roundings
 // of nearly equal numbers go the same way. The mean of what the first mean leaves of such a row is added.

@@ -138,10 +138,11 @@ NormVjpPlan plan_norm_vjp(const mx::array& x, const NormVjpOptions& options) {
   return plan;
 }
 
-Launch row_launch(Name file, const char* op, const char* variant, const RowPlan& plan, mx::Dtype dtype) {
+Launch row_launch(Name file, const char* op, const char* kind, const char* variant, const RowPlan& plan,
+                  mx::Dtype dtype) {
   Launch launch;
   launch.file = file;
-  launch.kernel = kernel_name(dtype, op, variant);
+  launch.kernel = kernel_name(dtype, op, kind, variant);
   launch.threadgroups = {plan.threadgroups, 1, 1};
   launch.threads = {plan.threads, 1, 1};
   return launch;

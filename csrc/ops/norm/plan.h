@@ -109,8 +109,9 @@ mx::Shape workspace_shape(const RowPlan& plan, int each);
 // How many threadgroups a workspace has room for a row, 1 where it is empty.
 uint32_t splits_of_workspace(const mx::array& workspace);
 
-// A launch of "<op>_<variant>_<dtype>" on the plan's grid; its arguments are still to be given.
-Launch row_launch(Name file, const char* op, const char* variant, const RowPlan& plan, mx::Dtype dtype);
+// A launch of "<op>_<kind><variant>_<dtype>" on the plan's grid; its arguments are still to be given.
+Launch row_launch(Name file, const char* op, const char* kind, const char* variant, const RowPlan& plan,
+                  mx::Dtype dtype);
 
 enum class NormVjpKernel { simd, block, columns };
 

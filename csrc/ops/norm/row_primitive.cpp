@@ -63,7 +63,7 @@ void RowPrimitive::allocate(const Arrays& inputs, Arrays& outputs) {
 }
 
 std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, std::initializer_list<Weight> weights,
-                                               const Arrays& outputs, float eps) {
+                                               const Arrays& outputs, float eps, const char* kind) {
   const mx::array& x = inputs[0];
   RowPlan plan = plan_rows(x, stream(), plan_options(has_workspace_ ? splits_of_workspace(outputs.back()) : 1));
   const auto first_result = outputs.begin();
@@ -89,7 +89,7 @@ std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, 
   // All variants have the same arguments; x stands in for what one leaves alone.
   enum class Step { whole, sums, write };
   auto launch = [&](const char* variant, Step step) {
-    Launch launch = row_launch(file, op_, variant, plan, x.dtype());
+    Launch launch = row_launch(file, op_, kind, variant, plan, x.dtype());
     const bool writes = step != Step::sums;
     // Of several results the last is written with the sums, and then read in place of the inputs.
     const bool rereads = step == Step::write && layout_.results > 1;

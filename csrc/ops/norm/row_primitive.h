@@ -52,10 +52,11 @@ class RowPrimitive : public KernelPrimitive {
     float offset;
   };
 
-  // The launches of a row op's kernels (metal/mittens/row_op.h), "<file's stem>_<variant>". Inputs are as the class has
-  // them; outputs are those of launches. An op of several results writes the last of them on the way to the first.
+  // The launches of a row op's kernels (metal/mittens/row_op.h), "<file's stem>_<kind><variant>". Inputs are as the
+  // class has them; outputs are those of launches. An op of several results writes the last of them on the way to the
+  // first.
   std::vector<Launch> row_launches(Name file, const Arrays& inputs, std::initializer_list<Weight> weights,
-                                   const Arrays& outputs, float eps = 0);
+                                   const Arrays& outputs, float eps = 0, const char* kind = "");
 
   bool has_workspace() const {
     return has_workspace_;
