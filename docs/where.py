@@ -83,7 +83,8 @@ _PLACES = (
         ("softmax.cpp",), ("test_softmax.py", "test_long_rows.py"),
     ),
     Place(
-        ("norm_add_norm",), "norm", "norm_add_norm.cpp", ("plan.cpp",), ("norm_add_norm.metal", "clipped_norm_add_norm.metal", "norm_vjp.metal"),
+        ("norm_add_norm",), "norm", "norm_add_norm.cpp", ("plan.cpp",),
+        ("norm_add_norm.metal", "clipped_norm_add_norm.metal", "norm_vjp.metal"),
         ("norm_add_norm.cpp", "clipped_sum.cpp"), ("test_norm_add_norm.py", "test_clipped_sums.py"),
     ),
     Place(
