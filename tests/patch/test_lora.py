@@ -1,12 +1,17 @@
 """Training of adapters on a 4-bit model: the same losses with the patch as without, by the kernels for many rows."""
 
+import contextlib
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from helpers import tiny
 from mlx.utils import tree_map
 from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_mittens as mm
 from mlx_mittens import _ext
@@ -32,19 +37,21 @@ class Block(nn.Module):
         return x + self.down(mx.concatenate([y, y[..., :32]], -1))
 
 
-def losses(model, x, target):
-    """Of a few steps."""
+def losses(model, *batch, loss):
+    """Of a few steps, from the parameters that a model has, which it gets back."""
+    before = tree_map(mx.array, model.parameters())
     model.freeze()
-    for layer in (model.first.up, model.first.down, model.second.up, model.second.down):
-        layer.unfreeze(keys=["lora_a", "lora_b"])
+    for _, module in model.named_modules():
+        module.unfreeze(keys=["lora_a", "lora_b"], recurse=False, strict=False)
     optimizer = optim.Adam(1e-3)
-    loss = nn.value_and_grad(model, lambda model: ((model(x) - target).astype(mx.float32) ** 2).mean())
+    step = nn.value_and_grad(model, loss)
     found = []
     for _ in range(STEPS):
-        value, gradients = loss(model)
+        value, gradients = step(model, *batch)
         optimizer.update(model, gradients)
         mx.eval(value, model.parameters(), optimizer.state)
-        found.append(value.item())
+        found.append(value[0].item() if isinstance(value, tuple) else value.item())
+    model.update(before)
     return found
 
 
@@ -61,15 +68,32 @@ class Two(nn.Module):
 def test_adapters_train_as_without_the_patch(dtype):
     model = Two(dtype)
     x, target = (mx.random.normal((2, ROWS // 2, 64)).astype(dtype) for _ in range(2))
-    before = tree_map(mx.array, model.parameters())
-    expected = losses(model, x, target)
+    loss = lambda model, x, target: ((model(x) - target).astype(mx.float32) ** 2).mean()
+    expected = losses(model, x, target, loss=loss)
     assert expected[-1] < expected[0]
-    model.update(before)
     with mm.simulator.enabled(gpu="m2-max"), mm.patched(strict=True):
         _ext.simulator_record(True)
-        found = losses(model, x, target)
+        found = losses(model, x, target, loss=loss)
         launched = {launch["kernel"] for launch in _ext.simulator_record(True)}
         _ext.simulator_record(False)
     np.testing.assert_allclose(found, expected, rtol=LOSSES[dtype])
     name = str(dtype).split(".")[-1]
     assert {f"quantized_matmul_{kernel}_tiles_4bit_32_{name}" for kernel in ("qmm", "qvm")} <= launched
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_whole_model_trains_as_without_the_patch(simulated):
+    """On the CPU, and by kernels."""
+    model = tiny.build("llama-3.2-1b", mx.float32, 4, num_hidden_layers=1)
+    linear_to_lora_layers(model, 1, {"rank": 8, "scale": 10.0, "dropout": 0.0})
+    tokens, lengths = mx.random.randint(1, 300, (2, ROWS // 2 + 1)), mx.array([[0, ROWS // 2], [0, 9]])
+    expected = losses(model, tokens, lengths, loss=default_loss)
+    assert expected[-1] < expected[0]
+    executor = mm.simulator.enabled(gpu="m2-max") if simulated else contextlib.nullcontext()
+    with executor, mm.patched(strict=True):
+        mm.stats(reset=True)
+        found = losses(model, tokens, lengths, loss=default_loss)
+    np.testing.assert_allclose(found, expected, rtol=LOSSES[mx.float32])
+    calls = mm.stats()
+    for op in ("quantized_matmul", "scaled_dot_product_attention", "rms_norm", "rms_norm_vjp"):
+        assert calls[op]["kernels"], op
