@@ -196,10 +196,11 @@ void gather_dense_vjp(Type type, const Gather& gather, const void* x, const void
   });
 }
 
-void gather_quantized(Type type, const QuantizedWeights* stack, const Gather& gather, const void* x, void* y) {
+void gather_quantized(Type type, const QuantizedWeights* stack, const Gather& gather, const void* x, void* y,
+                      bool int8) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto chosen = chosen_of(stack, matrices, count);
-    quantized_matmul(type, chosen.data(), x, nullptr, y, count, rows, gather.columns, gather.outputs, false);
+    quantized_matmul(type, chosen.data(), x, nullptr, y, count, rows, gather.columns, gather.outputs, {false, int8});
   });
 }
 
@@ -213,11 +214,11 @@ void gather_dense(Type type, const void* const* stack, size_t weight_stride, boo
 }
 
 void gather_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
-                   const Gather& gather, const void* x, void* y) {
+                   const Gather& gather, const void* x, void* y, bool int8) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto gates = chosen_of(gate, matrices, count), ups = chosen_of(up, matrices, count);
     quantized_swiglu(type, activation, gates.data(), ups.data(), x, y, count, rows, gather.columns, gather.outputs,
-                     false);
+                     {false, int8});
   });
 }
 

@@ -26,7 +26,8 @@ void gather_quantized(Type type,
                       const QuantizedWeights* stack,  // [stack]
                       const Gather& gather,
                       const void* x,  // [input_count, rows, columns]
-                      void* y);  // [pairs, rows, outputs]
+                      void* y,  // [pairs, rows, outputs]
+                      bool int8);
 
 // The same with dense matrices, as gemv has it.
 void gather_dense(Type type, const void* const* stack, size_t weight_stride, bool transpose, const Gather& gather,
@@ -41,6 +42,6 @@ void gather_dense_vjp(Type type, const Gather& gather,
 
 // gather_quantized of two stacks, as quantized_swiglu has it.
 void gather_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
-                   const Gather& gather, const void* x, void* y);
+                   const Gather& gather, const void* x, void* y, bool int8);
 
 }  // namespace mittens::cpu

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <type_traits>
 
 #include "cpu/dispatch.h"
 #include "cpu/integer_matmul.h"
@@ -12,95 +11,115 @@ namespace mittens::cpu {
 MITTENS_VERSIONS(quantized_matmul)
 MITTENS_VERSIONS(quantized_swiglu)
 MITTENS_INTEGER_VERSIONS(integer_matmul)
+MITTENS_INTEGER_VERSIONS(integer_panel_matmul)
 
 namespace {
 
 // Float32 products with integers of 4 and 8 bits: their sums do not depend on the number of rows up to these.
 constexpr size_t alike_rows = 4;
 
-bool goes_in_parts(Type type, const QuantizedWeights& w, size_t matrices, size_t rows, bool exact) {
-  const bool is_widened = w.mode == QuantizedMode::affine && (w.bits == 4 || w.bits == 8);
-  return exact && type == Type::float32 && is_widened && w.transpose && matrices == 1 && rows <= most_exact_rows;
+// The arguments of either op; up and activation: quantized_swiglu's, or nullptr.
+struct Product {
+  Type type;
+  const Activation* activation;
+  const QuantizedWeights* w;
+  const QuantizedWeights* up;
+  const void* x;
+  const void* bias;
+  void* y;
+  size_t matrices;
+  size_t rows;
+  size_t columns;
+  size_t outputs;
+  ProductMode mode;
+
+  // Some rows of one matrix.
+  Product part(size_t matrix, size_t first, size_t size) const {
+    Product part = *this;
+    part.w = w + matrix;
+    part.up = up ? up + matrix : nullptr;
+    part.matrices = 1;
+    part.rows = size;
+    const size_t row = matrix * rows + first, item = type == Type::float32 ? 4 : 2;
+    part.x = static_cast<const char*>(x) + row * columns * item;
+    part.y = static_cast<char*>(y) + row * outputs * item;
+    return part;
+  }
+};
+
+bool is_of_4_or_8_bits(const QuantizedWeights& w) {
+  return w.mode == QuantizedMode::affine && (w.bits == 4 || w.bits == 8) && w.transpose;
 }
 
-// Whether integer_matmul takes the call. Calls row(i) for each row that it leaves.
-template <typename Row>
-bool in_integers(Type type, const Activation* activation, const QuantizedWeights* w, const QuantizedWeights* up,
-                 const void* x, const void* bias, void* y, size_t matrices, size_t rows, size_t columns, size_t outputs,
-                 bool exact, const Row& row) {
-  const bool is_known = w->mode == QuantizedMode::affine && (w->bits == 4 || w->bits == 8) && w->transpose;
-  if (!is_known || type == Type::float32 || rows > most_exact_rows) {
-    return false;
+void multiply_floats(const Product& p) {
+  if (p.activation) {
+    quantized_swiglu_versions[isa_index()](p.type, *p.activation, p.w, p.up, p.x, p.y, p.matrices, p.rows, p.columns,
+                                           p.outputs, p.mode);
+  } else {
+    quantized_matmul_versions[isa_index()](p.type, p.w, p.x, p.bias, p.y, p.matrices, p.rows, p.columns, p.outputs,
+                                           p.mode);
   }
-  const std::unique_ptr<bool[]> taken(new bool[matrices * rows]);
-  if (!integer_matmul_versions[isa_index()](type, activation, w, up, x, bias, y, matrices, rows, columns, outputs,
-                                            exact, taken.get())) {
-    return false;
+}
+
+void multiply_in_float32(const Product& product) {
+  const bool in_parts = product.mode.exact && product.type == Type::float32 && product.matrices == 1 &&
+                        product.rows <= most_exact_rows && is_of_4_or_8_bits(*product.w);
+  if (!in_parts) {
+    multiply_floats(product);
+    return;
   }
-  for (size_t i = 0; i < matrices * rows; ++i) {
-    if (!taken[i]) {
-      row(i);
+  for (size_t row = 0; row < product.rows; row += alike_rows) {
+    Product part = product.part(0, row, std::min(alike_rows, product.rows - row));
+    part.mode.exact = false;
+    multiply_floats(part);
+  }
+}
+
+// Whether integers take the product; taken: for which rows.
+bool multiply_integers(const Product& p, bool* taken) {
+  auto takes = [&](const auto& versions) {
+    return versions[isa_index()](p.type, p.activation, p.w, p.up, p.x, p.bias, p.y, p.matrices, p.rows, p.columns,
+                                 p.outputs, p.mode, taken);
+  };
+  return takes(integer_matmul_versions) || takes(integer_panel_matmul_versions);
+}
+
+void multiply(const Product& product) {
+  const bool may_be_integers = product.matrices > 0 && product.rows > 0 && is_of_4_or_8_bits(*product.w) &&
+                               (product.type != Type::float32 || product.mode.int8);
+  const size_t rows = product.rows;
+  const std::unique_ptr<bool[]> taken(may_be_integers ? new bool[product.matrices * rows] : nullptr);
+  if (!may_be_integers || !multiply_integers(product, taken.get())) {
+    multiply_in_float32(product);
+    return;
+  }
+  for (size_t matrix = 0; matrix < product.matrices; ++matrix) {
+    const bool* begin = taken.get() + matrix * rows;
+    for (const bool* row = std::find(begin, begin + rows, false); row != begin + rows;) {
+      const bool* end = std::find(row, begin + rows, true);
+      Product part = product.part(matrix, row - begin, end - row);
+      if (part.mode.int8) {  // int16 may stand for what int8 does not
+        part.mode.int8 = false;
+        multiply(part);
+      } else {
+        multiply_in_float32(part);
+      }
+      row = std::find(end, begin + rows, false);
     }
-  }
-  return true;
-}
-
-// Element `index` of an array of 2-byte elements.
-template <typename Pointer>
-Pointer element_of_halves(Pointer p, size_t index) {
-  using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
-  return static_cast<Byte*>(p) + 2 * index;
-}
-
-// Calls product(x, y, rows) for parts of x [rows, columns] and y [rows, outputs] in float32.
-template <typename Product>
-void in_parts(const void* x, void* y, size_t rows, size_t columns, size_t outputs, const Product& product) {
-  for (size_t row = 0; row < rows; row += alike_rows) {
-    product(static_cast<const float*>(x) + row * columns, static_cast<float*>(y) + row * outputs,
-            std::min(alike_rows, rows - row));
   }
 }
 
 }  // namespace
 
 void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const void* bias, void* y, size_t matrices,
-                      size_t rows, size_t columns, size_t outputs, bool exact) {
-  if (matrices > 0 &&
-      in_integers(type, nullptr, w, nullptr, x, bias, y, matrices, rows, columns, outputs, exact, [&](size_t i) {
-        quantized_matmul_versions[isa_index()](type, w + i / rows, element_of_halves(x, i * columns), bias,
-                                               element_of_halves(y, i * outputs), 1, 1, columns, outputs, exact);
-      })) {
-    return;
-  }
-  const auto product = [&](const void* x, void* y, size_t rows, bool exact) {
-    quantized_matmul_versions[isa_index()](type, w, x, bias, y, matrices, rows, columns, outputs, exact);
-  };
-  if (matrices > 0 && goes_in_parts(type, *w, matrices, rows, exact)) {
-    in_parts(x, y, rows, columns, outputs, [&](const void* x, void* y, size_t rows) { product(x, y, rows, false); });
-  } else {
-    product(x, y, rows, exact);
-  }
+                      size_t rows, size_t columns, size_t outputs, ProductMode mode) {
+  multiply({type, nullptr, w, nullptr, x, bias, y, matrices, rows, columns, outputs, mode});
 }
 
 void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
                       const void* x, void* y, size_t matrices, size_t rows, size_t columns, size_t outputs,
-                      bool exact) {
-  if (matrices > 0 &&
-      in_integers(type, &activation, gate, up, x, nullptr, y, matrices, rows, columns, outputs, exact, [&](size_t i) {
-        quantized_swiglu_versions[isa_index()](type, activation, gate + i / rows, up + i / rows,
-                                               element_of_halves(x, i * columns), element_of_halves(y, i * outputs), 1,
-                                               1, columns, outputs, exact);
-      })) {
-    return;
-  }
-  const auto product = [&](const void* x, void* y, size_t rows, bool exact) {
-    quantized_swiglu_versions[isa_index()](type, activation, gate, up, x, y, matrices, rows, columns, outputs, exact);
-  };
-  if (matrices > 0 && goes_in_parts(type, *gate, matrices, rows, exact)) {
-    in_parts(x, y, rows, columns, outputs, [&](const void* x, void* y, size_t rows) { product(x, y, rows, false); });
-  } else {
-    product(x, y, rows, exact);
-  }
+                      ProductMode mode) {
+  multiply({type, &activation, gate, up, x, nullptr, y, matrices, rows, columns, outputs, mode});
 }
 
 }  // namespace mittens::cpu

@@ -27,14 +27,19 @@ struct QuantizedWeights {
 // The most rows of x whose results may be bit for bit those of each row alone.
 constexpr size_t most_exact_rows = 32;
 
+// How a product sums.
+struct ProductMode {
+  bool exact;  // up to most_exact_rows, each bit for bit as alone; transposed weights only
+  bool int8;  // x may be rounded to integers of 8 bits, where that is faster
+};
+
 // y[i, m, n] = round(sum_k x[i, m, k] * w[i][n, k] + bias[n]) for each matrix i; not transposed w[i][k, n].
 void quantized_matmul(Type type,  // of scales, biases, x, bias and y
                       const QuantizedWeights* w,  // [matrices]
                       const void* x,  // [matrices, rows, columns]
                       const void* bias,  // [outputs] or nullptr
                       void* y,  // [matrices, rows, outputs]
-                      size_t matrices, size_t rows, size_t columns, size_t outputs,
-                      bool exact);  // up to most_exact_rows, each bit for bit as alone; transposed only
+                      size_t matrices, size_t rows, size_t columns, size_t outputs, ProductMode mode);
 
 // v * sigmoid(v * (alpha + beta * v^2)).
 struct Activation {
@@ -49,7 +54,6 @@ void quantized_swiglu(Type type, Activation activation,
                       const QuantizedWeights* up,  // [matrices], transposed
                       const void* x,  // [matrices, rows, columns]
                       void* y,  // [matrices, rows, outputs]
-                      size_t matrices, size_t rows, size_t columns, size_t outputs,
-                      bool exact);  // as above
+                      size_t matrices, size_t rows, size_t columns, size_t outputs, ProductMode mode);
 
 }  // namespace mittens::cpu

@@ -21,7 +21,7 @@
 #include "patch/nn_module.h"
 #include "python/registry.h"
 #include "runtime/checks.h"
-#include "runtime/exact.h"
+#include "runtime/numerics.h"
 #include "runtime/exporting.h"
 #include "runtime/fallback.h"
 

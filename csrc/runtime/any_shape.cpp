@@ -8,7 +8,7 @@
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "runtime/checks.h"
-#include "runtime/exact.h"
+#include "runtime/numerics.h"
 #include "runtime/nested_evaluation.h"
 
 namespace mittens {
@@ -193,7 +193,7 @@ class AnyShape : public mx::Primitive {
 
   void eval(const Arrays& inputs, Arrays& outputs) {
     const Expanding expanding;
-    const Exactness exactness(exact_);
+    const WithNumerics with(numerics_);
     evaluate_inside(name(), "the op", function_(inputs), outputs, stream());
   }
 
@@ -201,7 +201,7 @@ class AnyShape : public mx::Primitive {
   std::string name_;
   ArrayFunction function_;
   ArrayFunction like_;
-  bool exact_ = is_exact();
+  Numerics numerics_ = numerics();
 };
 
 }  // namespace

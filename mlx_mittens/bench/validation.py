@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -230,6 +230,7 @@ def validate(
     convert: bool = False,
     seconds: float = math.inf,
     say: Callable[[str], None] = lambda text: None,
+    activations: Literal["int8"] | None = None,
 ) -> Validation:
     """Compares a model on our kernels with the same model on mx's.
 
@@ -240,6 +241,7 @@ def validate(
         convert (bool): Whether ours is the model after ``nn.convert``, instead of the model under the patch.
         seconds (float): After about so long mx's run ends; what it generated until then is compared.
         say (Callable): Is told which run begins, how far a long one is and how long the rest takes.
+        activations (str, optional): As of ``patch()``, for ours; not with ``convert``.
 
     Raises:
         Failure: mx cannot run the model.
@@ -255,7 +257,7 @@ def validate(
         raise Failure("its logits are not numbers")
     say(f"ours: {count}")
     try:
-        ours, along, counted = _ours(model, prompt, theirs.tokens, convert, say)
+        ours, along, counted = _ours(model, prompt, theirs.tokens, convert, say, activations)
     except Exception as error:
         raise OurFailure(f"{type(error).__name__}: {error}") from error
     mx.clear_cache()
@@ -267,11 +269,16 @@ def validate(
 
 
 def _ours(
-    model: nn.Module, prompt: Sequence[int], theirs: Sequence[int], convert: bool, say: Callable[[str], None]
+    model: nn.Module,
+    prompt: Sequence[int],
+    theirs: Sequence[int],
+    convert: bool,
+    say: Callable[[str], None],
+    activations: Literal["int8"] | None,
 ) -> tuple[list[int], _Run, Stats]:
     """Our greedy tokens, our run along mx's tokens, and what was counted in the first."""
     subject = converted_copy(model) if convert else model
-    with contextlib.nullcontext() if convert else patched():
+    with contextlib.nullcontext() if convert else patched(activations=activations):
         stats(reset=True)
         own = _generate(subject, prompt, len(theirs), say=say)
         counted = stats()

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser; what follows mlx-lm's command is that command's."""
     exact = "as mm.patch(exact=True): several tokens get the bits of one, as far as docs/patching.md says"
     parser.add_argument("--exact", action="store_true", help=exact)
+    parser.add_argument("--activations", choices=("int8",), help="as of mm.patch(activations=...), on a CPU")
     parser.add_argument("--stats", action="store_true", help="at the end print on stderr which kernels ran")
     parser.add_argument(
         "words",
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     point = _find(*arguments.words)
     try:
-        with patched(exact=arguments.exact), _process(list(arguments.words)):
+        with patched(exact=arguments.exact, activations=arguments.activations), _process(list(arguments.words)):
             function = point.load()
             stats(reset=True)
             try:

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
     parser.add_argument("model", metavar="MODEL", help="a folder in mlx-lm's format, or a name on the Hugging Face hub")
     parser.add_argument("--convert", action="store_true", help="compare mm.nn.convert(model) with mx, not the patch")
+    parser.add_argument("--activations", choices=("int8",), help="as of mm.patch(), for ours on a CPU")
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="to generate (200)")
     parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help="what the text begins with (some sentences)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
@@ -52,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.tokens < 1 or not arguments.seconds > 0:
         raise UsageError("--tokens takes 1 or more, --seconds more than 0")
+    if arguments.activations and arguments.convert:
+        raise UsageError("--activations is of the patch: leave out --convert")
     file = JsonFile(arguments.json)
     select_device(arguments.device)
     check_executor(machine.executor())
@@ -70,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         "weights": loaded.weights,
         "dtype": loaded.dtype,
         "compared": "convert" if arguments.convert else "patch",
+        "activations": arguments.activations,
         "device": machine.device(),
         "executor": machine.executor(),
         "versions": {**machine.versions(), "mlx_lm": model_folders.mlx_lm_version()},
@@ -79,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     say = lambda text: print(text, file=sys.stderr, flush=True)
     ours = "converted" if arguments.convert else "patched"
     try:
-        found = validate(loaded.model, prompt, arguments.tokens, arguments.convert, arguments.seconds, say)
+        found = validate(
+            loaded.model, prompt, arguments.tokens, arguments.convert, arguments.seconds, say, arguments.activations
+        )
     except Failure as failure:
         raise UsageError(f"mx cannot run {loaded.name} on the {machine.device()}: {failure}") from None
     except OurFailure as failure:

@@ -6,9 +6,12 @@ import contextlib
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+
+import mlx.core as mx
 
 from .. import _ext, exporting
 from ..switches import disabled
@@ -45,6 +48,7 @@ class _Settings:
     switches: frozenset[str]
     strict: bool
     exact: bool
+    int8: bool
 
 
 class _Patch:
@@ -119,14 +123,24 @@ _installed: dict[str, _Patch] = {}  # by the target's name
 _on_import = _OnImport()
 
 
-def _settings(strict: bool, exact: bool, switches: dict[str, bool]) -> _Settings:
+def _settings(
+    strict: bool, exact: bool, activations: str | None, switches: dict[str, bool], caller: int = 3
+) -> _Settings:
     known = list(dict.fromkeys(target.switch for target in TARGETS))
     for name in switches:
         if name not in known:
-            raise TypeError(f"[patch] no switch named {name!r}: expected {', '.join(known)}, strict or exact")
+            others = "strict, exact or activations"
+            raise TypeError(f"[patch] no switch named {name!r}: expected {', '.join(known)}, {others}")
+    if activations not in (None, "int8"):
+        raise ValueError(f"[patch] activations is {activations!r}: expected 'int8' or None")
+    if activations and mx.default_device() != mx.cpu:
+        warnings.warn(
+            "[patch] activations='int8' is for a CPU, and the default device is a GPU: its products are not rounded.",
+            stacklevel=caller,
+        )
     off = disabled()
     wanted = frozenset(name for name in known if switches.get(name, True) and name not in off)
-    return _Settings(wanted, bool(strict), bool(exact))
+    return _Settings(wanted, bool(strict), bool(exact), activations is not None)
 
 
 def _apply() -> None:
@@ -149,7 +163,7 @@ def _apply() -> None:
     else:
         exporting.unmark("patch")
     _ext.set_strict_patch(strict)
-    _ext.set_exact(settings is not None and settings.exact)
+    _ext.set_numerics(settings is not None and settings.exact, settings is not None and settings.int8)
     waiting = len(loaded) < len(wanted)
     if waiting and _on_import not in sys.meta_path:
         sys.meta_path.insert(0, _on_import)
@@ -157,7 +171,13 @@ def _apply() -> None:
         sys.meta_path.remove(_on_import)
 
 
-def patch(*, strict: bool = False, exact: bool = False, **switches: Unpack[Switches]) -> None:
+def patch(
+    *,
+    strict: bool = False,
+    exact: bool = False,
+    activations: Literal["int8"] | None = None,
+    **switches: Unpack[Switches],
+) -> None:
     """Puts the ops in the place of mx's own, for the whole process and until ``unpatch()``.
 
     What no kernel covers goes on to the original function, with its arguments as they came; ``stats()`` counts both.
@@ -172,6 +192,9 @@ def patch(*, strict: bool = False, exact: bool = False, **switches: Unpack[Switc
             direct calls: all attention (see ``mlx_mittens.scaled_dot_product_attention``), and on a CPU products of up
             to 32 rows with transposed weights, but for GGUF blocks and chosen experts. For speculative decoding, where
             the verification of several tokens is compared with decoding one by one.
+        activations (str, optional): ``"int8"`` lets products with quantized weights round their input on a CPU, also by
+            ``mm.nn`` and by direct calls (see ``mlx_mittens.quantized_matmul``). Prompts take about half the time.
+            Calls on a GPU stay as they are.
         switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
             the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and
@@ -186,6 +209,7 @@ def patch(*, strict: bool = False, exact: bool = False, **switches: Unpack[Switc
 
     Raises:
         TypeError: There is no such switch.
+        ValueError: ``activations`` is not a known one.
         mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
 
     Example:
@@ -193,7 +217,7 @@ def patch(*, strict: bool = False, exact: bool = False, **switches: Unpack[Switc
         >>> mm.unpatch()
     """
     global _base
-    settings = _settings(strict, exact, cast("dict[str, bool]", switches))
+    settings = _settings(strict, exact, activations, cast("dict[str, bool]", switches))
     with _lock:
         before, _base = _base, settings
         try:
@@ -220,7 +244,13 @@ def unpatch() -> None:
 
 
 @contextlib.contextmanager
-def patched(*, strict: bool = False, exact: bool = False, **switches: Unpack[Switches]) -> Iterator[None]:
+def patched(
+    *,
+    strict: bool = False,
+    exact: bool = False,
+    activations: Literal["int8"] | None = None,
+    **switches: Unpack[Switches],
+) -> Iterator[None]:
     """``patch()`` for the length of a block.
 
     The functions are the process's, so other threads see them replaced too. Blocks may nest and overlap in several
@@ -229,17 +259,19 @@ def patched(*, strict: bool = False, exact: bool = False, **switches: Unpack[Swi
     Args:
         strict (bool): As in ``patch()``.
         exact (bool): As in ``patch()``.
+        activations (str, optional): As in ``patch()``.
         switches (bool): As in ``patch()``.
 
     Raises:
         TypeError: There is no such switch.
+        ValueError: ``activations`` is not a known one.
         mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
 
     Example:
         >>> with mm.patched(strict=True):
         ...     y = mx.fast.rms_norm(mx.ones((2, 8)), mx.ones((8,)), 1e-5)  # runs our kernel
     """
-    block = (object(), _settings(strict, exact, cast("dict[str, bool]", switches)))
+    block = (object(), _settings(strict, exact, activations, cast("dict[str, bool]", switches), caller=4))
     with _lock:
         _blocks.append(block)
         try:

@@ -62,6 +62,19 @@ def test_a_model_whose_tokens_are_the_same(folder, tmp_path, capsys, option, fus
     assert sum(found["stats"]["rope_append"]["kernels"].values()) > 40
 
 
+def test_activations_of_8_bits_are_measured(folder, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    arguments = (folder, "--tokens", 8, "--prompt", "one two", "--json", file)
+    run(*arguments)
+    before = json.loads(file.read_text())
+    run(*arguments, "--activations", "int8")
+    found = json.loads(file.read_text())
+    capsys.readouterr()
+    assert (before["activations"], found["activations"]) == (None, "int8")
+    if _ext.cpu_instructions in ("avx2", "avx512", "avx512vnni"):
+        assert found["typical_error"] > 10 * before["typical_error"]
+
+
 def test_wrong_kernels_are_found(folder, monkeypatch, tmp_path, capsys):
     attention_of_ours(monkeypatch, lambda y: -30 * y)
     loaded = model_folders.load(str(folder))
@@ -270,6 +283,7 @@ def test_what_is_printed(found, line, verdict):
         (["--seconds", "0"], "--seconds more than 0"),
         (["--prompt", ""], "--prompt: the tokenizer of "),
         (["--json", "no/such/file"], "--json: the folder "),
+        (["--activations", "int8", "--convert"], "--activations is of the patch: leave out --convert"),
     ],
 )
 def test_bad_arguments(folder, capsys, arguments, message):

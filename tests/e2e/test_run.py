@@ -61,14 +61,18 @@ def test_stats(folder, capsys):
     assert printed.err.startswith("op ") and "quantized_matmul" in printed.err and "rms_norm" not in printed.out
 
 
-@pytest.mark.parametrize("options, exact", [([], False), (["--exact"], True)], ids=str)
-def test_exact(monkeypatch, options, exact):
+@pytest.mark.parametrize(
+    "options, wanted",
+    [([], (False, False)), (["--exact"], (True, False)), (["--activations", "int8"], (False, True))],
+    ids=str,
+)
+def test_numerics(monkeypatch, options, wanted):
     during = []
     monkeypatch.setattr("mlx_lm.chat.main", lambda: during.append(asked[-1]))
     asked = []
-    monkeypatch.setattr("mlx_mittens.patching.patches._ext.set_exact", asked.append)
+    monkeypatch.setattr("mlx_mittens.patching.patches._ext.set_numerics", lambda *given: asked.append(given))
     assert main(["run", *options, "mlx_lm.chat"]) == 0
-    assert during == [exact] and asked[-1] is False
+    assert during == [wanted] and asked[-1] == (False, False)
 
 
 def test_arguments_are_the_commands_own(monkeypatch, capsys):

@@ -66,6 +66,11 @@ GRADIENTS_16_BIT = 2e-2
 # MLX's own kernels, which round to their type on the way, as ours need not: relative to the largest element.
 PEER = {mx.float32: SUM, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
+# Products whose normal input is rounded to 8 bits: the root mean square of their errors, relative to that of results. A
+# step is a 127th of the largest of up to 128 numbers, which is 2.8 deviations, and its errors are a square root of 12
+# less.
+INT8_ACTIVATIONS = 8e-3
+
 # Float64.
 #
 # A sum in another order: millions of units of 2^-52.

@@ -111,8 +111,15 @@ def test_a_block_ends_with_an_error_inside():
 
 
 def test_an_unknown_switch_is_named():
-    with pytest.raises(TypeError, match=r"no switch named 'soft_max': expected rms_norm, .*softmax"):
+    with pytest.raises(TypeError, match=r"no switch named 'soft_max': expected rms_norm, .*softmax.*or activations"):
         mm.patch(soft_max=False)
+
+
+def test_activations_are_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(patches.mx, "default_device", lambda: mx.Device(mx.gpu))
+    with pytest.warns(UserWarning, match="activations='int8' is for a CPU") as warned, mm.patched(activations="int8"):
+        pass
+    assert warned[0].filename == __file__
 
 
 def test_a_stand_in_that_someone_holds_calls_the_original_later(rng):

@@ -14,7 +14,7 @@
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/exact.h"
+#include "runtime/numerics.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 

@@ -16,7 +16,7 @@
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
-#include "runtime/exact.h"
+#include "runtime/numerics.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 #include "runtime/primitive.h"

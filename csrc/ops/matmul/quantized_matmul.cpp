@@ -21,7 +21,7 @@
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
-#include "runtime/exact.h"
+#include "runtime/numerics.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 #include "runtime/strict.h"
@@ -69,7 +69,7 @@ class QuantizedMatmul : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& product = static_cast<const QuantizedMatmul&>(other);
-    return format_ == product.format_ && exact_ == product.exact_ && alike_ == product.alike_;
+    return format_ == product.format_ && exact_ == product.exact_ && alike_ == product.alike_ && int8_ == product.int8_;
   }
 
   const AffineFormat& format() const {
@@ -96,6 +96,7 @@ class QuantizedMatmul : public KernelPrimitive {
     if (dy.size() == 0) {
       return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
     }
+    const WithNumerics with({is_exact(), false});  // cotangents are not rounded
     Arrays gradients;
     for (int argument : argnums) {
       if (argument == 0) {
@@ -113,6 +114,7 @@ class QuantizedMatmul : public KernelPrimitive {
 
   // y is linear in x, and in scales and biases together.
   Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
+    const WithNumerics with({is_exact(), false});
     std::vector<std::optional<mx::array>> tangent(5);
     for (size_t i = 0; i < argnums.size(); ++i) {
       tangent[argnums[i]] = tangents[i];
@@ -313,12 +315,12 @@ class QuantizedMatmul : public KernelPrimitive {
         [type = native_type(inputs[0].dtype()), x = static_cast<const char*>(data_of(inputs[0])),
          y = static_cast<char*>(data_of(outputs[0])), weights = native_affine(inputs[1], inputs[2], inputs[3], format_),
          bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes, together = planned(sizes).matrices, item,
-         alike = alike_] {
+         mode = cpu::ProductMode{alike_, int8_}] {
           for (size_t i = 0; i < sizes.matrices; i += together) {
             const size_t rows = i * sizes.rows;
             cpu::quantized_matmul(type, weights.data() + i, x + rows * sizes.columns * item, bias,
                                   y + rows * sizes.outputs * item, together, sizes.rows, sizes.columns, sizes.outputs,
-                                  alike);
+                                  mode);
           }
         };
   }
@@ -370,6 +372,7 @@ class QuantizedMatmul : public KernelPrimitive {
   AffineFormat format_;
   bool exact_;
   bool alike_ = is_exact();  // on a CPU rows of a product sum as a row alone does
+  bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
 // The shapes to which the axes before the last two of x and of w broadcast. Axes at the end along which w does not
@@ -509,7 +512,8 @@ namespace {
 mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
                                  const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                                  std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
-                                 bool exact, mx::StreamOrDevice where) {
+                                 bool exact, const std::optional<std::string>& activations, mx::StreamOrDevice where) {
+  const WithNumerics with(with_activations(op, activations, where));
   const auto product = [&](const mx::array& rows) {
     return quantized_matmul(rows, w, scales, biases, transpose, group_size, bits, mode, bias, where);
   };
@@ -544,7 +548,7 @@ void bind(nb::module_& module) {
   bind_function(module, op, &bound_quantized_matmul, nb::arg(), nb::arg(), "scales"_a, "biases"_a.none() = nb::none(),
                 "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(),
                 "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(), "exact"_a = false,
-                "stream"_a = nb::none());
+                "activations"_a.none() = nb::none(), "stream"_a = nb::none());
   module.def("try_quantized_matmul", lenient(op, &try_by_rows, &quantized_matmul), nb::arg(), nb::arg(), "scales"_a,
              "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(),
              "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(),

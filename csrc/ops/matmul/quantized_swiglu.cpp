@@ -17,7 +17,7 @@
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
-#include "runtime/exact.h"
+#include "runtime/numerics.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 
@@ -62,7 +62,7 @@ class QuantizedSwiglu : public KernelPrimitive {
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& swiglu = static_cast<const QuantizedSwiglu&>(other);
     return format_ == swiglu.format_ && activation_ == swiglu.activation_ && exact_ == swiglu.exact_ &&
-           alike_ == swiglu.alike_ && norm_ == swiglu.norm_;
+           alike_ == swiglu.alike_ && int8_ == swiglu.int8_ && norm_ == swiglu.norm_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -151,10 +151,10 @@ class QuantizedSwiglu : public KernelPrimitive {
             item = inputs[0].itemsize(), gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
             up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows, together = exact_ ? 1 : rows,
             columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0)),
-            alike = alike_] {
+            mode = cpu::ProductMode{alike_, int8_}] {
       for (size_t row = 0; row < rows; row += together) {
         cpu::quantized_swiglu(type, activation, &gate, &up, x + row * columns * item, y + row * count * item, 1,
-                              together, columns, count, alike);
+                              together, columns, count, mode);
       }
     };
   }
@@ -175,6 +175,7 @@ class QuantizedSwiglu : public KernelPrimitive {
   bool exact_;
   std::optional<NormOfRow> norm_;
   bool alike_ = is_exact();  // on a CPU rows sum as a row alone does
+  bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
 // The product of x by inputs of QuantizedSwiglu, which takes in a norm that x is, if no more than so many hold it.

@@ -14,6 +14,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/numerics.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -67,7 +68,8 @@ class GatherQmm final : public GatherPrimitive {
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return format_ == static_cast<const GatherQmm&>(other).format_;
+    const auto& product = static_cast<const GatherQmm&>(other);
+    return format_ == product.format_ && int8_ == product.int8_;
   }
 
   // y is linear in x, and in scales and biases together.
@@ -153,8 +155,8 @@ class GatherQmm final : public GatherPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     return [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_),
-            gather = native_gather(inputs), x = data_of(inputs[0]),
-            y = data_of(outputs[0])] { cpu::gather_quantized(type, stack.data(), gather, x, y); };
+            gather = native_gather(inputs), x = data_of(inputs[0]), y = data_of(outputs[0]),
+            int8 = int8_] { cpu::gather_quantized(type, stack.data(), gather, x, y, int8); };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -174,6 +176,7 @@ class GatherQmm final : public GatherPrimitive {
  private:
   AffineFormat format_;
   bool sorted_;  // tells no results apart
+  bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
 std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales,

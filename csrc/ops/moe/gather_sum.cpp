@@ -18,6 +18,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/numerics.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -63,7 +64,8 @@ class GatherSum : public KernelPrimitive {
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return format_ == static_cast<const GatherSum&>(other).format_;
+    const auto& sum = static_cast<const GatherSum&>(other);
+    return format_ == sum.format_ && int8_ == sum.int8_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -139,9 +141,9 @@ class GatherSum : public KernelPrimitive {
     return [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_),
             gather, x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr,
             weights = data_of(inputs.back()), weights_type = native_type(inputs.back().dtype()),
-            chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0])] {
+            chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0]), int8 = int8_] {
       const cpu::Scratch products(gather.pairs * gather.outputs);
-      cpu::gather_quantized(type, stack.data(), gather, x, products.data());
+      cpu::gather_quantized(type, stack.data(), gather, x, products.data(), int8);
       cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, weights_type, y,
                         gather.pairs / chosen, chosen, gather.outputs);
     };
@@ -180,6 +182,7 @@ class GatherSum : public KernelPrimitive {
   }
 
   AffineFormat format_;
+  bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/numerics.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -75,7 +76,8 @@ class GatherSwiglu : public GatherPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& swiglu = static_cast<const GatherSwiglu&>(other);
-    return format_ == swiglu.format_ && activation_ == swiglu.activation_ && stacks() == swiglu.stacks();
+    return format_ == swiglu.format_ && activation_ == swiglu.activation_ && stacks() == swiglu.stacks() &&
+           int8_ == swiglu.int8_;
   }
 
  protected:
@@ -161,8 +163,8 @@ class GatherSwiglu : public GatherPrimitive {
     return [type = native_type(inputs[0].dtype()), activation = cpu::Activation{activation_.alpha, activation_.beta},
             gate = native_affine(inputs[1], inputs[2], inputs[3], format_),
             up = native_affine(inputs[4], inputs[5], inputs[6], format_), gather = native_gather(inputs),
-            x = data_of(inputs[0]),
-            y = data_of(outputs[0])] { cpu::gather_swiglu(type, activation, gate.data(), up.data(), gather, x, y); };
+            x = data_of(inputs[0]), y = data_of(outputs[0]),
+            int8 = int8_] { cpu::gather_swiglu(type, activation, gate.data(), up.data(), gather, x, y, int8); };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -178,6 +180,7 @@ class GatherSwiglu : public GatherPrimitive {
 
   AffineFormat format_;
   Activation activation_;
+  bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
 mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up,

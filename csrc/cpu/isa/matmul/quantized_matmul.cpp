@@ -68,7 +68,7 @@ void with_format(Type type, const QuantizedWeights& w, const F& f) {
 }  // namespace
 
 void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const void* bias, void* y, size_t matrices,
-                      size_t rows, size_t columns, size_t outputs, bool exact) {
+                      size_t rows, size_t columns, size_t outputs, ProductMode mode) {
   with_format(type, *w, [&](auto t, auto source) {
     using T = decltype(t);
     using Source = typename decltype(source)::type;
@@ -77,7 +77,7 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
     };
     auto source_of = [&](size_t i, int = 0) { return source_from<Source, T>(w[i], type); };
     if (w->transpose) {
-      row_products<Source, 1>(source_of, (const T*)x, matrices, rows, columns, outputs, finish, exact);
+      row_products<Source, 1>(source_of, (const T*)x, matrices, rows, columns, outputs, finish, mode.exact);
     } else {
       column_products<Source>(source_of, (const T*)x, matrices, rows, columns, outputs, finish);
     }
@@ -86,7 +86,7 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
 
 void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
                       const void* x, void* y, size_t matrices, size_t rows, size_t columns, size_t outputs,
-                      bool exact) {
+                      ProductMode mode) {
   with_format(type, *gate, [&](auto t, auto source) {
     using T = decltype(t);
     using Source = typename decltype(source)::type;
@@ -94,7 +94,7 @@ void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* 
       gate_row((T*)y + row * outputs + n, gates, ups, activation, size);
     };
     auto source_of = [&](size_t i, int j) { return source_from<Source, T>((j == 0 ? gate : up)[i], type); };
-    row_products<Source, 2>(source_of, (const T*)x, matrices, rows, columns, outputs, finish, exact);
+    row_products<Source, 2>(source_of, (const T*)x, matrices, rows, columns, outputs, finish, mode.exact);
   });
 }
 

@@ -222,10 +222,11 @@ struct Affine : PackedWords<bits> {
     return centered<bits, v * bits>(raw);
   }
 
-  // The integers k and k + vectors / 2 of each word, as int16.
-  template <int k>
-  static MITTENS_INLINE UInt pair(UInt raw) {
-    return (raw >> k * bits) & ((1u << bits) - 1) * 0x10001u;
+  // `count` integers of each word, 2 as int16 or 4 as bytes: k, k + vectors / count, ..
+  template <int k, int count, typename Words>
+  static MITTENS_INLINE Words integers(Words raw) {
+    constexpr uint32_t ones = count == 2 ? 0x10001 : 0x1010101;
+    return (raw >> k * bits) & ((1u << bits) - 1) * ones;
   }
 
   MITTENS_INLINE Float bias(const Row& row, size_t s) const {

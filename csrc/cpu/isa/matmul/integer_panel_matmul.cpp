@@ -1,0 +1,45 @@
+#include "cpu/integer_matmul.h"
+#include "cpu/isa/matmul/integer_calls.h"
+#include "cpu/isa/matmul/integer_panels.h"
+#include "cpu/isa/matmul/integer_products.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+namespace {
+
+// Rows from which a panel of integers is faster than what these rows have otherwise; 0: never.
+template <typename Form>
+constexpr size_t least_rows = 0;
+template <>
+constexpr size_t least_rows<Int8> = most_byte_rows + 1;
+
+template <int bits, typename Form>
+bool panels_of(const IntegerCall& call, size_t matrices) {
+  if constexpr (least_rows<Form> != 0 && Form::template exists<bits>) {
+    if (call.rows >= least_rows<Form>) {
+      multiply_in_batches<Affine<bits>, IntegerPanels<Affine<bits>, Form>>(call, matrices);
+      return true;
+    }
+  }
+  return false;
+}
+
+template <int bits>
+bool panels_by(const IntegerCall& call, size_t matrices, bool int8) {
+  return (int8 && panels_of<bits, Int8>(call, matrices)) ||
+         (call.type != Type::float32 && panels_of<bits, Int16>(call, matrices));
+}
+
+}  // namespace
+
+bool integer_panel_matmul(Type type, const Activation* activation, const QuantizedWeights* w,
+                          const QuantizedWeights* up, const void* x, const void* bias, void* y, size_t matrices,
+                          size_t rows, size_t columns, size_t outputs, ProductMode mode, bool* taken) {
+  if (mode.exact && rows <= most_exact_rows) {
+    return false;
+  }
+  const IntegerCall call{type, activation, w, up, x, bias, y, rows, columns, outputs, taken};
+  return w->bits == 4 ? panels_by<4>(call, matrices, mode.int8) : panels_by<8>(call, matrices, mode.int8);
+}
+
+}  // namespace mittens::cpu::MITTENS_ISA

@@ -1,0 +1,39 @@
+// What mlx_mittens.patch() says of results: exact=True and activations="int8".
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "mlx/utils.h"
+
+namespace mittens {
+
+struct Numerics {
+  bool exact;  // what is computed of several rows is bit for bit what is computed of each row alone
+  bool int8;  // products with quantized weights on a CPU may round activations to integers of 8 bits
+};
+
+Numerics numerics();
+
+inline bool is_exact() {
+  return numerics().exact;
+}
+
+// While an instance exists, numerics() is this on its thread: for a call that was made earlier and computes now, or
+// that says something else.
+class WithNumerics {
+ public:
+  explicit WithNumerics(Numerics value);
+  ~WithNumerics();
+  WithNumerics(const WithNumerics&) = delete;
+  WithNumerics& operator=(const WithNumerics&) = delete;
+
+ private:
+  std::optional<Numerics> before_;
+};
+
+// numerics() with an op's argument `activations`, if there is one.
+Numerics with_activations(const char* op, const std::optional<std::string>& activations,
+                          mlx::core::StreamOrDevice where);
+
+}  // namespace mittens
