@@ -51,10 +51,26 @@ def test_an_outlier_that_meets_a_weight_of_zero_hides_nothing(rng, dtype, column
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("columns", [64, 4096])
+def test_outliers_in_some_of_many_rows_hide_nothing(rng, dtype, columns, bits):
+    """An outlier takes the precision of its whole group there; the largest of many results rounds further."""
+    triple = zero_at(5, rng, columns, bits, dtype)
+    x = widen(draw(rng, (40, columns), dtype))
+    x[::3, 5] = 8
+    x[1, 5] = 100
+    x[2, 5] = 6e4
+    x = mx.array(x).astype(dtype)
+    y = mm.quantized_matmul(x, *triple, group_size=64, bits=bits, stream=CPU)
+    exact = exact_product(widen(x), dequantized(*triple, 64, bits)).value
+    assert (np.abs(widen(y) - exact) <= units(1, dtype) * (np.abs(exact) + np.sqrt(np.mean(exact**2)))).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_an_element_that_is_not_finite_stays_in_its_row(rng, dtype, value, bits):
+@pytest.mark.parametrize("rows", [2, 40])
+def test_an_element_that_is_not_finite_stays_in_its_row(rng, dtype, value, rows, bits):
     triple = quantize(rng, (24, 256), dtype, 64, bits)
-    x = widen(draw(rng, (2, 256), dtype))
+    x = widen(draw(rng, (rows, 256), dtype))
     alone = mm.quantized_matmul(mx.array(x[1:]).astype(dtype), *triple, group_size=64, bits=bits, stream=CPU)
     x[0, 17] = value
     x = mx.array(x).astype(dtype)
@@ -64,9 +80,10 @@ def test_an_element_that_is_not_finite_stays_in_its_row(rng, dtype, value, bits)
 
 
 @pytest.mark.parametrize("size", [0.0, 2.0**-120, 2.0**-90, 2.0**100])
-def test_tiny_and_huge_rows(rng, size, bits):
+@pytest.mark.parametrize("rows", [1, 40])
+def test_tiny_and_huge_rows(rng, size, rows, bits):
     triple = quantize(rng, (16, 192), mx.bfloat16, 64, bits)
-    x = (draw(rng, (1, 192), mx.float32) * size).astype(mx.bfloat16)
+    x = (draw(rng, (rows, 192), mx.float32) * size).astype(mx.bfloat16)
     y = widen(mm.quantized_matmul(x, *triple, group_size=64, bits=bits, stream=CPU))
     exact = exact_product(widen(x), dequantized(*triple, 64, bits))
     assert (np.abs(y - exact.value) <= EPSILON[mx.bfloat16] * np.abs(exact.value) + 2.0**-14 * exact.magnitude).all()

@@ -12,6 +12,13 @@ template <typename Form>
 constexpr size_t least_rows = 0;
 template <>
 constexpr size_t least_rows<Int8> = most_byte_rows + 1;
+#if defined(__AVX512VNNI__)
+template <>
+constexpr size_t least_rows<Int16> = 24;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+template <>
+constexpr size_t least_rows<Int16> = 12;
+#endif
 
 template <int bits, typename Form>
 bool panels_of(const IntegerCall& call, size_t matrices) {
