@@ -137,7 +137,8 @@ def _ptx(root: Path, files: list[str]) -> dict[str, str]:
 
 def changed_ptx(files: list[str], before: Path) -> list[str]:
     """The kernels of another tree's files whose PTX is another here; no row is of kernels that it does not have."""
-    old, new = _ptx(before, files), _ptx(ROOT, files)
+    there = [file for file in files if (before / "metal" / file).is_file()]
+    old, new = _ptx(before, there), _ptx(ROOT, there)
     return sorted(name for name in old if old[name] != new.get(name))
 
 
