@@ -139,18 +139,18 @@ _PLACES = (
     ),
     Place(
         ("scaled_dot_product_attention",), "attention", "attention.cpp", ("plan.cpp",),
-        ("attention.metal", "attention_combine.metal", "attention_backward.metal"),
+        ("attention.metal", "attention_ragged.metal", "attention_combine.metal", "attention_backward.metal"),
         ("attention.cpp", "attention_backward.cpp"),
         (
             "test_attention.py", "test_attention_backward.py", "test_attention_combine.py", "test_exact.py",
-            "test_attention_traffic.py",
+            "test_attention_traffic.py", "test_row_keys.py",
         ),
         ("nvidia/attention_ahead.metal",),
     ),
     Place(
         ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", ("plan.cpp",),
-        ("attention_packed.metal", "attention_combine.metal"), ("attention.cpp",),
-        ("test_quantized_attention.py", "test_attention_traffic.py"),
+        ("attention_packed.metal", "attention_packed_ragged.metal", "attention_combine.metal"), ("attention.cpp",),
+        ("test_quantized_attention.py", "test_attention_traffic.py", "test_row_keys.py"),
         ("nvidia/attention_packed_ahead.metal", "nvidia/attention_unpack.metal"),
     ),
     Place(

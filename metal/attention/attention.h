@@ -162,11 +162,12 @@ inline void write_rows(
   }
 }
 
-template <typename Shape, typename T, typename Keys, typename Values>
+// limits: the keys of each row of the batch, EveryKey or RowKeys.
+template <typename Shape, typename T, typename Keys, typename Values, typename Limits>
 inline void attention(
     const device T* queries, Keys keys, Values values, const device T* mask, const device T* sinks, device T* y,
-    device float* logsumexp, constant AttentionParams& params, AttentionPlace place, threadgroup float4* scratch,
-    threadgroup AttentionRow* rows) {
+    device float* logsumexp, Limits limits, constant AttentionParams& params, AttentionPlace place,
+    threadgroup float4* scratch, threadgroup AttentionRow* rows) {
   using Operand = typename Shape::Operand;
   constexpr int C = Shape::key_blocks;
   constexpr int N = Shape::columns / 8;
@@ -182,12 +183,13 @@ inline void attention(
       (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
   stage_queries<Shape::width, Keys::size>(q, queries, place, worker, workers, params);
   rows += place.simdgroup * kQueryRows;
-  const KeyRange range = find_rows<kQueryRows>(rows, place, params, step);
+  const KeyRange range = find_rows<kQueryRows>(rows, place, limits, params, step);
   shares_keys ? threadgroup_barrier(mem_flags::mem_threadgroup) : simdgroup_barrier(mem_flags::mem_threadgroup);
 
   Tile<float, N, 1> sums;
   fill(sums, 0.0f);
   OnlineSoftmax<T> softmax = first_state<T>(sinks, place, params, worker);
+  limits.refuse(softmax, place, params, worker);
 #pragma unroll 1
   for (uint key = range.begin + worker * keys_at_once; key < range.end; key += step) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // queries are read anew, not kept in registers
@@ -198,7 +200,7 @@ inline void attention(
     }
     Tile<float, C, 1> scores;
     fill(scores, 0.0f);
-    multiply_rows<Shape::width>(scores, keys, key, params.keys, q, place.lane);
+    multiply_rows<Shape::width>(scores, keys, key, limits.end(params), q, place.lane);
     multiply(scores, params.scale);
     if (!all_seen) {
       mask_scores(scores, hidden, key, rows, mask, params, place.lane);
@@ -207,9 +209,9 @@ inline void attention(
     const Tile<Operand, C, 1> weights = converted<Operand>(scores);
     // A weight of 0 hides no infinite value: those of hidden keys are left out where not all are finite.
     if (all_seen) {
-      multiply_transposed<false>(sums, values, key, params.keys, weights, place.lane);
-    } else if (!simd_all(multiply_transposed<true>(sums, values, key, params.keys, weights, place.lane))) {
-      add_not_finite(sums, values, key, params.keys, weights, place.lane);
+      multiply_transposed<false>(sums, values, key, limits.end(params), weights, place.lane);
+    } else if (!simd_all(multiply_transposed<true>(sums, values, key, limits.end(params), weights, place.lane))) {
+      add_not_finite(sums, values, key, limits.end(params), weights, place.lane);
     }
   }
   if (shares_keys) {

@@ -29,7 +29,7 @@ template <typename T, int D, int DV, Share share>
   attention<Shape>(
       queries, head_of<T, run_size(D, 4, most)>(keys, params.key, place, 0),
       head_of<T, run_size(Shape::columns, 8, most)>(values, params.value, place, place.slice * Shape::columns), mask,
-      sinks, y, logsumexp, params, place, scratch, rows);
+      sinks, y, logsumexp, EveryKey(), params, place, scratch, rows);
 }
 
 #define instantiate_share(T, name, D, DV)                                                             \

@@ -38,7 +38,7 @@ template <typename T, int bits, int D, int DV, Share share>
       head_of<T, bits, run_size(DV, 8, most)>(
           values, value_scales, value_biases, params.value, params.value_scale, params.value_bias, params.group_shift,
           place),
-      mask, sinks, y, logsumexp, params, place, scratch, rows);
+      mask, sinks, y, logsumexp, EveryKey(), params, place, scratch, rows);
 }
 
 #define instantiate_share(T, name, bits, D, DV)                                                                        \

@@ -39,23 +39,53 @@ struct KeyRange {
   uint seen_by_all_end;
 };
 
+// The keys of a batch's row that a threadgroup takes, in steps from the first on.
+struct KeyShare {
+  uint first;
+  uint last;
+  uint end;  // of all keys of the row: causality counts from here
+};
+
+// Rows of a batch that all have every key.
+struct EveryKey {
+  KeyShare share(AttentionPlace place, constant AttentionParams& params, uint step) const {
+    // The first key is a multiple of `step`. Without the division ptxas spills registers of one variant more.
+    const uint first = params.first_key / step * step + place.split * params.keys_per_split;
+    return KeyShare{first, min(first + params.keys_per_split, params.keys), params.keys};
+  }
+
+  uint first_of(uint query, KeyShare share) const {
+    return share.first;
+  }
+
+  // Keys that may be read end here.
+  uint end(constant AttentionParams& params) const {
+    return params.keys;
+  }
+
+  uint aligned(uint key, KeyShare share, uint step) const {
+    return max(key / step * step, share.first);
+  }
+
+  template <typename T>
+  void refuse(thread OnlineSoftmax<T>& state, AttentionPlace place, constant AttentionParams& params, uint worker) const {}
+};
+
 // Of `count` rows, at most 32. The range begins on a multiple of `step`, so that it does not depend on the range in which
 // order keys are summed up.
-template <uint count>
+template <uint count, typename Limits>
 inline KeyRange find_rows(
-    threadgroup AttentionRow* rows, AttentionPlace place, constant AttentionParams& params, uint step) {
-  // The first key is a multiple of `step`. Without the division ptxas spills registers of one variant more.
-  const uint first = params.first_key / step * step + place.split * params.keys_per_split;
-  const uint last = min(first + params.keys_per_split, params.keys);
+    threadgroup AttentionRow* rows, AttentionPlace place, Limits limits, constant AttentionParams& params, uint step) {
+  const KeyShare share = limits.share(place, params, step);
   const uint row = min(place.first + place.lane % count, place.rows - 1);
   const uint query = row % params.queries;
   const uint head = place.key_head * params.ratio + row / params.queries;
-  uint begin = first;
-  uint end = last;
+  uint begin = limits.first_of(query, share);
+  uint end = share.last;
   if (params.causal) {
-    const int past = int(query + params.keys) - int(params.queries) + 1;
-    end = min(int(last), max(past, 0));
-    begin = params.window != 0 && past > int(params.window) ? max(first, uint(past) - params.window) : first;
+    const int past = int(query + share.end) - int(params.queries) + 1;
+    end = min(int(share.last), max(past, 0));
+    begin = params.window != 0 && past > int(params.window) ? max(begin, uint(past) - params.window) : begin;
   }
   if (place.lane < count) {
     threadgroup AttentionRow& own = rows[place.lane];
@@ -68,9 +98,9 @@ inline KeyRange find_rows(
         : no_row;
   }
   KeyRange range;
-  range.begin = max(simd_min(begin) / step * step, first);
+  range.begin = limits.aligned(simd_min(begin), share, step);
   range.end = simd_max(end);
-  range.seen_by_all_begin = params.mask_kind == no_mask ? simd_max(begin) : last;
+  range.seen_by_all_begin = params.mask_kind == no_mask ? simd_max(begin) : share.last;
   range.seen_by_all_end = simd_min(end);
   return range;
 }

@@ -70,6 +70,16 @@ struct AttentionParams {
   float scale;             // the op's; for half types log2(e) times it
 };
 
+// Attention whose rows of the batch have keys of their own. The scale stays last: where more follows, LLVM widens its load
+// to a vector that Mesa's compiler refuses.
+struct RaggedAttentionParams {
+  uint32_t has_starts;
+  uint32_t has_ends;
+  uint32_t start_batch;  // strides of the starts
+  uint32_t start_query;
+  AttentionParams attention;  // keys_per_split is 0 where a row's own keys are shared out evenly
+};
+
 // Threads of a threadgroup that unpacks keys or values, and what each has.
 enum { kUnpackThreads = 256, kUnpacked = 8 };
 

@@ -35,9 +35,11 @@ FILES: dict[str, tuple[str, ...]] = {
     "block_dequantize": ("matmul/gguf_quantize.metal",),
     "scaled_dot_product_attention": (
         *("attention/attention.metal", "attention/attention_combine.metal", "attention/attention_backward.metal"),
+        "attention/attention_ragged.metal",
     ),
     "quantized_scaled_dot_product_attention": (
         *("attention/attention_packed.metal", "attention/attention_combine.metal"),
+        "attention/attention_packed_ragged.metal",
     ),
     "rope_append": ("cache/rope_append.metal",),
     "quantized_rope_append": ("cache/quantized_rope_append.metal",),

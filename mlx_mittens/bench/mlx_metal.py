@@ -454,7 +454,7 @@ def has_attention_kernel(q: Sequence[int], k: Sequence[int]) -> bool:
 
 
 def _attention_of_case(
-    q, k, v, mask_array, sinks_array, *, mask, sinks, window, value_width, stream: Stream = None
+    q, k, v, mask_array, sinks_array, starts, ends, *, mask, sinks, window, value_width, ragged, stream: Stream = None
 ) -> mx.array:
     return scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask, stream=stream)
 
@@ -462,7 +462,7 @@ def _attention_of_case(
 def _covers_attention(case: specs.Case, options: Mapping[str, Any]) -> bool:
     if options["mask"] not in (None, "causal") or options["sinks"]:
         return False
-    if options["window"] is not None or options["value_width"] is not None:
+    if options["window"] is not None or options["value_width"] is not None or options["ragged"]:
         return False
     batch, heads, key_heads, queries, keys, width = case.shape
     return has_attention_kernel((batch, heads, queries, width), (batch, key_heads, keys, width))

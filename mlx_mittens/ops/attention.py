@@ -6,11 +6,70 @@ scores are never all held at once, neither by the kernels nor by the gradients.
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["quantized_scaled_dot_product_attention", "scaled_dot_product_attention"]
+__all__ = ["cascade_attention", "quantized_scaled_dot_product_attention", "scaled_dot_product_attention"]
+
+
+@overload
+def scaled_dot_product_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: None | str | mx.array = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    force_fused: bool = False,
+    exact: bool = False,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    return_logsumexp: Literal[False] = False,
+    stream: StreamOrDevice = None,
+) -> mx.array: ...
+
+
+@overload
+def scaled_dot_product_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: None | str | mx.array = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    force_fused: bool = False,
+    exact: bool = False,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    return_logsumexp: Literal[True],
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array]: ...
+
+
+@overload
+def scaled_dot_product_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: None | str | mx.array = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    force_fused: bool = False,
+    exact: bool = False,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    return_logsumexp: bool,
+    stream: StreamOrDevice = None,
+) -> mx.array | tuple[mx.array, mx.array]: ...
 
 
 @defined_in_extension
@@ -25,8 +84,11 @@ def scaled_dot_product_attention(
     window: int | None = None,
     force_fused: bool = False,
     exact: bool = False,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    return_logsumexp: bool = False,
     stream: StreamOrDevice = None,
-) -> mx.array:
+) -> mx.array | tuple[mx.array, mx.array]:
     """Attention: ``softmax(scale * q @ k.T + mask) @ v``, for each head.
 
     The twin of ``mx.fast.scaled_dot_product_attention``, with a window besides. Scores and softmax are computed in
@@ -60,18 +122,28 @@ def scaled_dot_product_attention(
             first ``keys - queries + i + 1``. So a model that verifies several tokens at once sees what it sees token by
             token. It holds for any number of threads on one machine, and costs the sharing of keys among queries. Not
             for derivatives, nor for ``mx.vmap`` over ``sinks``. ``mlx_mittens.patch(exact=True)`` turns it on for all
-            calls.
+            calls. With ``starts`` and ``ends`` a row of the batch also gets what a call of this row and its keys gives.
+        starts (array, optional): The first key of each row of the batch, int32 of shape ``[batch]``, or of each query,
+            ``[batch, queries]``: several prompts, one behind the other, are a row whose queries start at their
+            prompt's first key. A row reads no key that it does not see. One whose start or end is negative or larger
+            than the number of keys is NaN.
+        ends (array, optional): The key after the last of each row of the batch, int32 of shape ``[batch]``.
+            ``"causal"`` and ``window`` count from it: the last query is at the row's last key.
+        return_logsumexp (bool): Whether to return the logsumexp of each row's scores too, by which results over parts
+            of the keys can be merged (``cascade_attention``).
         stream (optional): Stream or device to run on.
 
     Returns:
         array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``q``, ``k`` and ``v``. A
         query that sees no key gets 0, on every device and by every kind of mask, and its gradients are 0. (mx differs
         by device: on the CPU it gives the mean of all values, or NaN by an additive mask; its Metal kernels for a few
-        queries give 0.)
+        queries give 0.) With ``return_logsumexp`` a pair of it and the logsumexp, of shape ``[batch, heads, queries]``
+        and float32: -infinity for a query that sees no key and has no sink.
 
     Raises:
         DtypeError: An argument is not of a type named above.
-        ValueError: Shapes do not fit together, ``mask`` is another string, or ``window`` is not positive.
+        ValueError: Shapes do not fit together, ``mask`` is another string, ``window`` is not positive, or a call with
+            ``exact`` has a start for each query.
 
     Example:
         >>> q, k, v = (mx.random.normal((1, heads, 10, 64)) for heads in (8, 2, 2))
@@ -83,6 +155,66 @@ def scaled_dot_product_attention(
         calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
     """
     raise NotImplementedError
+
+
+@overload
+def quantized_scaled_dot_product_attention(
+    queries: mx.array,
+    q_keys: tuple[mx.array, mx.array, mx.array],
+    q_values: tuple[mx.array, mx.array, mx.array],
+    scale: float,
+    mask: None | str | mx.array = None,
+    group_size: int = 64,
+    bits: int = 8,
+    *,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    exact: bool = False,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    return_logsumexp: Literal[False] = False,
+    stream: StreamOrDevice = None,
+) -> mx.array: ...
+
+
+@overload
+def quantized_scaled_dot_product_attention(
+    queries: mx.array,
+    q_keys: tuple[mx.array, mx.array, mx.array],
+    q_values: tuple[mx.array, mx.array, mx.array],
+    scale: float,
+    mask: None | str | mx.array = None,
+    group_size: int = 64,
+    bits: int = 8,
+    *,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    exact: bool = False,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    return_logsumexp: Literal[True],
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array]: ...
+
+
+@overload
+def quantized_scaled_dot_product_attention(
+    queries: mx.array,
+    q_keys: tuple[mx.array, mx.array, mx.array],
+    q_values: tuple[mx.array, mx.array, mx.array],
+    scale: float,
+    mask: None | str | mx.array = None,
+    group_size: int = 64,
+    bits: int = 8,
+    *,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    exact: bool = False,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    return_logsumexp: bool,
+    stream: StreamOrDevice = None,
+) -> mx.array | tuple[mx.array, mx.array]: ...
 
 
 @defined_in_extension
@@ -98,8 +230,11 @@ def quantized_scaled_dot_product_attention(
     sinks: mx.array | None = None,
     window: int | None = None,
     exact: bool = False,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    return_logsumexp: bool = False,
     stream: StreamOrDevice = None,
-) -> mx.array:
+) -> mx.array | tuple[mx.array, mx.array]:
     """Attention over a packed key-value cache, read once as it is packed.
 
     Takes what ``mlx_lm.models.base.quantized_scaled_dot_product_attention`` takes, with sinks and a window besides.
@@ -118,11 +253,15 @@ def quantized_scaled_dot_product_attention(
         sinks (array, optional): A score for each head that takes part in the softmax without a value.
         window (int, optional): A query sees of the keys up to its own position the last ``window`` ones.
         exact (bool): As in ``scaled_dot_product_attention``.
+        starts (array, optional): As in ``scaled_dot_product_attention``.
+        ends (array, optional): As in ``scaled_dot_product_attention``.
+        return_logsumexp (bool): As in ``scaled_dot_product_attention``.
         stream (optional): Stream or device to run on.
 
     Returns:
         array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``queries``, scales and
-        biases. A query that sees no key gets what it gets from ``scaled_dot_product_attention``.
+        biases. A query that sees no key gets what it gets from ``scaled_dot_product_attention``. With
+        ``return_logsumexp`` a pair of it and the logsumexp.
 
     Raises:
         DtypeError: Words are not uint32, or another argument not of a type named above.
@@ -138,5 +277,58 @@ def quantized_scaled_dot_product_attention(
     Source:
         As ``scaled_dot_product_attention``; affine quantization in groups as in Jacob et al., 2017,
         https://arxiv.org/abs/1712.05877.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def cascade_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    prefix_k: mx.array,
+    prefix_v: mx.array,
+    *,
+    scale: float,
+    mask: None | str | mx.array = None,
+    sinks: mx.array | None = None,
+    starts: mx.array | None = None,
+    ends: mx.array | None = None,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Attention of rows that share their first keys, which are read once for all of them.
+
+    What ``scaled_dot_product_attention`` gives over the keys of the prefix and a row's own behind them, by two such
+    calls whose results are merged by their logsumexps. Both results are rounded to the result's type before.
+
+    Args:
+        q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
+        k (array): Each row's own keys, of shape ``[batch, key_heads, keys, width]``.
+        v (array): Their values, of shape ``[batch, key_heads, keys, value_width]``.
+        prefix_k (array): The keys that all rows share, of shape ``[1, key_heads, prefix, width]``. Every query sees
+            them.
+        prefix_v (array): Their values.
+        scale (float): Factor of the scores.
+        mask (str or array, optional): Of a row's own keys, as in ``scaled_dot_product_attention``.
+        sinks (array, optional): A score for each head that takes part in the softmax without a value.
+        starts (array, optional): Of a row's own keys, as in ``scaled_dot_product_attention``.
+        ends (array, optional): Of a row's own keys, as in ``scaled_dot_product_attention``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of the arrays.
+
+    Raises:
+        DtypeError: An argument is not of a type named above.
+        ValueError: Shapes do not fit together, or ``mask`` is another string.
+
+    Example:
+        >>> q, k, prefix = (mx.random.normal(shape) for shape in ((4, 8, 1, 64), (4, 2, 10, 64), (1, 2, 100, 64)))
+        >>> mm.cascade_attention(q, k, k, prefix, prefix, scale=64**-0.5).shape
+        (4, 8, 1, 64)
+
+    Source:
+        Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding", 2024,
+        https://flashinfer.ai/2024/02/02/cascade-inference.html.
     """
     raise NotImplementedError

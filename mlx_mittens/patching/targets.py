@@ -127,10 +127,25 @@ def _make_sampler(
 def _causal_mask(
     N: int, offset: int = 0, window_size: int | None = None, right_padding: Any = None, left_padding: Any = None
 ) -> mx.array | None:
-    """The mask of a window alone, which attention knows by the array."""
-    if not isinstance(window_size, int) or not isinstance(offset, int) or not (N > 0 and window_size > 0):
+    """The mask of a window, or of rows that are padded on their left, which attention knows by the array."""
+    if not isinstance(offset, int) or not N > 0 or right_padding is not None:
         return None
-    return _ext.window_mask(N, offset, window_size) if right_padding is None and left_padding is None else None
+    if window_size is not None and not (isinstance(window_size, int) and window_size > 0):
+        return None
+    if left_padding is None:
+        return None if window_size is None else _ext.window_mask(N, offset, window_size)
+    if not isinstance(left_padding, mx.array) or left_padding.ndim != 1 or left_padding.dtype != mx.int32:
+        return None
+    return _ext.row_mask(N, offset, window_size, left_padding)
+
+
+def _rotating_mask(cache: Any, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+    """The mask of a batch of windows whose tokens are in their order."""
+    if N == 1 and (cache.rotated or cache._idx >= cache.max_size):
+        return None
+    dropped = max(cache._idx - cache.max_size + int(N > 1), 0)
+    padding = cache.left_padding - dropped if dropped else cache.left_padding
+    return _causal_mask(N, min(cache.max_size - 1, cache._offset), window_size or cache.max_size, None, padding)
 
 
 def _wide(state: mx.array | None) -> mx.array | None:
@@ -372,8 +387,19 @@ TARGETS = [
         _causal_mask,
         ("N", "offset", "window_size", "right_padding", "left_padding"),
         optional=True,
-        partial=True,  # masks of windows
+        partial=True,  # masks of windows and of padded rows
         shared=True,
+    ),
+    Target(
+        "scaled_dot_product_attention",
+        "scaled_dot_product_attention",
+        "mlx_lm.models.cache",
+        "BatchRotatingKVCache.make_mask",
+        _rotating_mask,
+        ("self", "N", "window_size", "return_array"),
+        optional=True,
+        partial=True,  # a cache that has rotated makes its own
+        text="c0cc60064e78ff42",
     ),
     Target(
         "cache",

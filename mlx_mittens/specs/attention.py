@@ -2,7 +2,7 @@
 
 The shape of a case is ``(batch, heads, key_heads, queries, keys, width)``. Of the options, ``mask`` says what mask is
 drawn: ``causal``, ``bool``, ``additive`` or none; ``sinks``, whether there are sinks; ``value_width``, how wide values
-are where that is another width than the keys'.
+are where that is another width than the keys'; ``ragged``, whether rows of the batch have starts and ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AttentionOp(Op):
             else:
                 rows.append((batch, key_heads, keys, columns))
         mask = (batch, 1, queries, keys) if options["mask"] == "bool" else (heads, queries, keys)
-        return [(batch, heads, queries, width), *rows, mask, (heads,)]
+        return [(batch, heads, queries, width), *rows, mask, (heads,), (batch,), (batch,)]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
         # Keys and values of decoding are the front of a larger cache; those of a prompt are transposed, as layers make
@@ -56,6 +56,11 @@ class AttentionOp(Op):
                 arrays.append(_draw_mask(rng, options["mask"], shape, dtype))
             elif kind == "sinks":
                 arrays.append(mx.array(rng.standard_normal(shape)).astype(dtype) if options["sinks"] else None)
+            elif kind in ("starts", "ends"):
+                keys = case.shape[4]
+                span = (0, keys // 2) if kind == "starts" else (keys // 2, keys)
+                rows = rng.integers(*span, shape, dtype=np.int32, endpoint=True)
+                arrays.append(mx.array(rows) if options["ragged"] else None)
             elif self.packed and name != "q":
                 draw = lambda s, name=name: draw_packed(rng, name, s, options["bits"], dtype)
                 arrays.append(_front_of_cache(draw, shape))
@@ -75,21 +80,23 @@ class AttentionOp(Op):
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         batch, heads, _, queries, keys, width = case.shape
         options = self.arguments(case)
-        sizes = {"key_words": 4, "value_words": 4}
+        sizes = {"key_words": 4, "value_words": 4, "starts": 4, "ends": 4}
         size = 0
         for (name, kind), shape in zip(self.parameters, self.shapes(case), strict=True):
-            there = {"mask": options["mask"] in ("bool", "additive"), "sinks": options["sinks"]}.get(kind, True)
+            masked, ragged = options["mask"] in ("bool", "additive"), options["ragged"]
+            optional = {"mask": masked, "sinks": options["sinks"], "starts": ragged, "ends": ragged}
+            there = optional.get(kind, True)
             item = 1 if kind == "mask" and options["mask"] == "bool" else sizes.get(name, dtype.size)
             size += there * item * int(np.prod(shape))
         return size + batch * heads * queries * (options["value_width"] or width) * dtype.size
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
-        *rows, mask, sinks = arrays
+        *rows, mask, sinks, starts, ends = arrays
+        causal, window, scale = options["mask"] == "causal", options["window"], case.shape[-1] ** -0.5
         if case.vjp:
             queries, k, v, dy = (a for a in (*rows, *cotangents) if a is not None)
-            causal, scale = options["mask"] == "causal", case.shape[-1] ** -0.5
-            return exact_attention_vjp(queries, k, v, dy, scale, mask, sinks, causal, options["window"])
+            return exact_attention_vjp(queries, k, v, dy, scale, mask, sinks, causal, window)
         q, *rest = (a for a in rows if a is not None)
         if self.packed:
             keys, values = (
@@ -98,9 +105,30 @@ class AttentionOp(Op):
             )
         else:
             keys, values = (widen(a) for a in rest)
-        causal = options["mask"] == "causal"
-        scale = case.shape[-1] ** -0.5
-        return [exact_attention(widen(q), keys, values, scale, mask, sinks, causal, options["window"])]
+        if options["ragged"]:
+            mask = mx.array(seen_of_rows(starts, ends, causal, window, case.shape[0], *case.shape[3:5]))
+            causal, window = False, None
+        return [exact_attention(widen(q), keys, values, scale, mask, sinks, causal, window)]
+
+
+def seen_of_rows(
+    starts: mx.array | None,
+    ends: mx.array | None,
+    causal: bool,
+    window: int | None,
+    batch: int,
+    queries: int,
+    keys: int,
+) -> np.ndarray:
+    """Which keys queries see whose rows of the batch have starts and ends: ``[batch, 1, queries, keys]`` of bool."""
+    first = np.zeros(batch, int) if starts is None else np.array(starts)
+    end = np.full(batch, keys) if ends is None else np.array(ends)
+    first, end = first.reshape(batch, 1, -1, 1), end.reshape(batch, 1, 1, 1)
+    key, query = np.arange(keys), np.arange(queries)[:, None] + end - queries
+    seen = (key >= first) & (key < end)
+    if causal or window:
+        seen = seen & (key <= query)
+    return np.broadcast_to(seen & (key > query - window) if window else seen, (batch, 1, queries, keys))
 
 
 def exact_attention(
@@ -191,10 +219,11 @@ def _mask_of(mask: str | None, array: mx.array | None) -> None | str | mx.array:
     return "causal" if mask == "causal" else array
 
 
-def _ours(q, k, v, array, sinks_array, *, mask, sinks, window, value_width):
+def _ours(q, k, v, array, sinks_array, starts, ends, *, mask, sinks, window, value_width, ragged):
     return attention.scaled_dot_product_attention(
-        q, k, v, scale=q.shape[-1] ** -0.5, mask=_mask_of(mask, array), sinks=sinks_array, window=window
-    )
+        q, k, v, scale=q.shape[-1] ** -0.5, mask=_mask_of(mask, array), sinks=sinks_array, window=window,
+        starts=starts, ends=ends,
+    )  # fmt: skip
 
 
 def twin_mask(mask: None | str | mx.array, window: int | None, queries: int, keys: int) -> None | str | mx.array:
@@ -221,22 +250,28 @@ def zero_unseeing(y: mx.array, mask: None | str | mx.array, window: int | None, 
     return mx.where(shown.any(-1, keepdims=True), y, mx.zeros_like(y))
 
 
-def _twin(q, k, v, array, sinks_array, *, mask, sinks, window, value_width):
-    seen = twin_mask(_mask_of(mask, array), window, q.shape[2], k.shape[2])
+def _twin_seen(q, keys, array, starts, ends, mask, window):
+    if starts is None:
+        return twin_mask(_mask_of(mask, array), window, q.shape[2], keys)
+    return mx.array(seen_of_rows(starts, ends, mask == "causal", window, q.shape[0], q.shape[2], keys))
+
+
+def _twin(q, k, v, array, sinks_array, starts, ends, *, mask, sinks, window, value_width, ragged):
+    seen = _twin_seen(q, k.shape[2], array, starts, ends, mask, window)
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=seen, sinks=sinks_array)
 
 
-def _ours_packed(q, *rest, mask, sinks, window, value_width, group_size, bits):
-    *packed, array, sinks_array = rest
+def _ours_packed(q, *rest, mask, sinks, window, value_width, ragged, group_size, bits):
+    *packed, array, sinks_array, starts, ends = rest
     return attention.quantized_scaled_dot_product_attention(
         q, tuple(packed[:3]), tuple(packed[3:]), q.shape[-1] ** -0.5, _mask_of(mask, array), group_size, bits,
-        sinks=sinks_array, window=window,
+        sinks=sinks_array, window=window, starts=starts, ends=ends,
     )  # fmt: skip
 
 
-def _twin_packed(q, *rest, mask, sinks, window, value_width, group_size, bits):
-    *packed, array, sinks_array = rest
-    seen = twin_mask(_mask_of(mask, array), window, q.shape[2], packed[0].shape[2])
+def _twin_packed(q, *rest, mask, sinks, window, value_width, ragged, group_size, bits):
+    *packed, array, sinks_array, starts, ends = rest
+    seen = _twin_seen(q, packed[0].shape[2], array, starts, ends, mask, window)
     return composed(q, packed[:3], packed[3:], q.shape[-1] ** -0.5, seen, sinks_array, group_size, bits)
 
 
@@ -285,6 +320,9 @@ UNITS = 8
 # Queries and keys.
 _FEW_AND_MANY = ((1, 40), (20, 20))
 
+# Widths of keys and of values, where they differ.
+_PAIRS = ((96, 64), (192, 128), (576, 512))
+
 # Small enough for the simulator, where tests/verification/test_levels.py demands that they reach every variant of the
 # kernels.
 _TESTS = (
@@ -300,11 +338,19 @@ _TESTS = (
     )
     + tuple(
         case
-        for width, value_width in ((96, 64), (192, 128), (576, 512))
+        for width, value_width in _PAIRS
         for case in cases_for_tests(*((1, 2, 1, *n, width) for n in _FEW_AND_MANY), value_width=value_width)
     )
     + cases_for_tests(*((1, heads, 1, 1, 37, width) for width in (64, 128) for heads in (1, 7, 8, 9, 16)))
     + cases_for_tests(*((1, 2, 1, 18, 40, width) for width in (64, 128, 256)), mask="additive", sinks=True, vjp=True)
+)
+
+_RAGGED_TESTS = tuple(
+    case
+    for width, value_width in (*((n, None) for n in (32, 48, 64, 72, 80, 96, 112, 128, 192, 256, 512)), *_PAIRS)
+    for case in cases_for_tests(
+        *((2, 2, 1, *n, width) for n in _FEW_AND_MANY), value_width=value_width, mask="causal", ragged=True
+    )
 )
 
 
@@ -343,8 +389,16 @@ _PACKED_TESTS = tuple(
         *cases_for_tests(*((1, 9, 1, *n, width) for width in (64, 128, 192, 256) for n in _FEW_AND_MANY), bits=bits),
         *cases_for_tests(*((1, 1, 1, *n, 96) for n in _FEW_AND_MANY), bits=bits, group_size=32),
         *cases_for_tests(*((1, 2, 1, *n, 192) for n in _FEW_AND_MANY), bits=bits, value_width=128),
+        *(
+            case
+            for width, value_width in (*((n, None) for n in (64, 96, 128, 192, 256)), (192, 128))
+            for case in cases_for_tests(
+                *((2, 2, 1, *n, width) for n in _FEW_AND_MANY),
+                bits=bits, group_size=32, value_width=value_width, mask="causal", ragged=True,
+            )
+        ),
     )
-)
+)  # fmt: skip
 
 # Decoding with a cache: heads, width, ratio; on a CPU and in the short form only some, since mx takes its time there.
 _ON_CPU = {(1024, 128, 4), (4096, 64, 4), (4096, 128, 1), (4096, 128, 4), (4096, 128, 8), (8192, 128, 4)}
@@ -382,7 +436,7 @@ _PREFILL = (
 
 _KEYS = (("k", "rows"), ("v", "rows"))
 _PACKED = tuple((f"{what}_{part}", "rows") for what in ("key", "value") for part in ("words", "scales", "biases"))
-_MORE = (("mask", "mask"), ("sinks", "sinks"))
+_MORE = (("mask", "mask"), ("sinks", "sinks"), ("starts", "starts"), ("ends", "ends"))
 
 ATTENTION_OPS: tuple[Op, ...] = (
     AttentionOp(
@@ -392,8 +446,8 @@ ATTENTION_OPS: tuple[Op, ...] = (
         twin=_twin,
         twin_text="`mx.fast.scaled_dot_product_attention`",
         summary="attention of prompts and of decoding",
-        options={"mask": None, "sinks": False, "window": None, "value_width": None},
-        tests=_TESTS + _AHEAD_TESTS,
+        options={"mask": None, "sinks": False, "window": None, "value_width": None, "ragged": False},
+        tests=_TESTS + _AHEAD_TESTS + _RAGGED_TESTS,
         cases=_decode((1024, 4096, 8192, 65536)) + _PREFILL,
         units=UNITS,
     ),
@@ -404,7 +458,15 @@ ATTENTION_OPS: tuple[Op, ...] = (
         twin=_twin_packed,
         twin_text="mlx-lm's function of this name",
         summary="attention over a quantized cache",
-        options={"mask": None, "sinks": False, "window": None, "value_width": None, "group_size": 64, "bits": 8},
+        options={
+            "mask": None,
+            "sinks": False,
+            "window": None,
+            "value_width": None,
+            "ragged": False,
+            "group_size": 64,
+            "bits": 8,
+        },
         tests=_PACKED_TESTS,
         cases=tuple(
             Case("decode", (1, 32, 8, 1, keys, 128), {"bits": bits}, quick=keys == 1024, gpu_only=keys > 1024)

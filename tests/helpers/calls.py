@@ -319,6 +319,10 @@ def _attention_calls() -> list[Call]:
                      _attention if not options else _hidden(options),
                      derived=lambda sizes: {"heads": 2 * sizes["key_heads"]})
             )  # fmt: skip
+    calls.append(
+        Call("scaled_dot_product_attention", "rows of different lengths", sizes, {"q": q, "k": k, "v": v},
+             _attention_of_rows, _attention, derived=lambda sizes: {"heads": 2 * sizes["key_heads"]})
+    )  # fmt: skip
     names = ("", "_scales", "_biases")
     keys = dict(zip((f"keys{n}" for n in names), triple("batch", "key_heads", "keys", "width", bits=8)))
     values = dict(zip((f"values{n}" for n in names), triple("batch", "key_heads", "keys", "values_width", bits=8)))
@@ -341,6 +345,11 @@ def _hidden(options):
         return _attention(q, k, v, seen)
 
     return exact
+
+
+def _attention_of_rows(q, k, v):
+    starts = (q.sum((1, 2, 3)) > mx.inf).astype(mx.int32)  # zeros for any shape
+    return mm.scaled_dot_product_attention(q, k, v, scale=0.125, starts=starts)
 
 
 def _packed_attention(queries, keys, keys_scales, keys_biases, values, values_scales, values_biases, **more):

@@ -56,6 +56,14 @@ def products(x: mx.array, w: mx.array, packed: Packed) -> None:
 def attention(q: mx.array, packed: Packed) -> None:
     assert_type(mm.scaled_dot_product_attention(q, q, q, scale=1.0, mask="causal"), mx.array)
     assert_type(mm.quantized_scaled_dot_product_attention(q, packed, packed, 1.0), mx.array)
+    assert_type(
+        mm.scaled_dot_product_attention(q, q, q, scale=1.0, starts=q, return_logsumexp=True), tuple[mx.array, mx.array]
+    )
+    assert_type(
+        mm.quantized_scaled_dot_product_attention(q, packed, packed, 1.0, return_logsumexp=True),
+        tuple[mx.array, mx.array],
+    )
+    assert_type(mm.cascade_attention(q, q, q, q, q, scale=1.0, ends=q), mx.array)
     assert_type(mm.rope_append(q, q, q, 64, base=1e4, offset=0), tuple[mx.array, mx.array, mx.array])
     appended = mm.quantized_rope_append(q, packed, packed, 64, base=1e4, offset=0)
     assert_type(appended, tuple[mx.array, tuple[mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array]])

@@ -5,10 +5,13 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include "mlx/fast.h"
 #include "mlx/ops.h"
+#include "ops/attention/attention_backward.h"
 #include "ops/attention/plan.h"
+#include "ops/attention/row_keys.h"
 #include "ops/attention/window_mask.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -107,9 +110,12 @@ void take_mask(const char* op, AttentionCall& call, const MaskArgument& argument
     checks::fail<DtypeError>(op, "mask has dtype ", mask.dtype(), ": expected bool, or one that promotes to ", dtype);
   }
   const mx::Shape scores = call.scores_shape();
-  const auto known = window ? std::nullopt : window_of(mask);
-  if (known && mask.shape(0) == scores[2] && mask.shape(1) == scores[3]) {
-    call.options.window = *known;
+  const auto known = window ? std::nullopt : known_mask(mask);
+  if (known && mask.shape(-2) == scores[2] && mask.shape(-1) == scores[3] &&
+      (!known->starts || mask.shape(0) == scores[0])) {
+    call.options.window = known->window;
+    call.starts = known->starts;
+    call.options.causal = call.options.has_starts = known->starts.has_value();
     return;
   }
   const int missing = 4 - static_cast<int>(mask.ndim());
@@ -195,12 +201,17 @@ bool prefer_mx_attention(const char* op, const AttentionSizes& sizes, const Atte
 
 }  // namespace
 
-AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
+namespace {
+
+enum class Computed { nowhere, by_mx, by_kernels };  // nowhere: there is nothing to compute
+
+// What computes a call; the reason that it is left to mx is counted.
+Computed choose(const char* op, AttentionCall& call, mx::Stream stream) {
   call.options.exact = call.options.exact || is_exact();
   const mx::Shape scores = call.scores_shape();
   const mx::Shape shape = {scores[0], scores[1], scores[2], call.value_width()};
   if (scores[3] == 0 || has_empty(shape)) {
-    return mx::zeros(shape, call.queries.dtype(), stream);
+    return Computed::nowhere;
   }
   const mx::Shape values = unpacked(call.values[0], call.options.bits);
   std::string missing = not_covered(call.queries.shape(), values, call.queries.dtype(), call.options, stream);
@@ -211,10 +222,46 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
   }
   if (!missing.empty()) {
     fallback(op, std::move(missing));
-    return call;
+    return Computed::by_mx;
   }
-  if (prefer_mx_attention(op, sizes, call.options, call.queries.dtype(), call.force_fused, stream)) {
-    return call;
+  const bool prefers = prefer_mx_attention(op, sizes, call.options, call.queries.dtype(), call.force_fused, stream);
+  return prefers ? Computed::by_mx : Computed::by_kernels;
+}
+
+mx::array attention_of_nothing(const AttentionCall& call, mx::Stream s) {
+  const mx::Shape scores = call.scores_shape();
+  const mx::array y = mx::zeros({scores[0], scores[1], scores[2], call.value_width()}, call.queries.dtype(), s);
+  return or_nan(y, call.starts, call.ends, scores[3], s);
+}
+
+// Of no score, or of the sinks alone.
+mx::array logsumexp_of_nothing(const AttentionCall& call, mx::Stream s) {
+  const mx::Shape scores = call.scores_shape();
+  const mx::array sums =
+      call.sinks ? mx::reshape(mx::astype(*call.sinks, mx::float32, s), {1, scores[1], 1}, s) : mx::array(-INFINITY);
+  return mx::broadcast_to(sums, {scores[0], scores[1], scores[2]}, s);
+}
+
+DenseAttention dense(const AttentionCall& call, mx::Stream s) {
+  const auto rows = [&](const Arrays& arrays) {
+    return call.options.bits ? mx::dequantize(arrays[0], arrays[1], arrays[2], call.options.group_size,
+                                              call.options.bits, "affine", std::nullopt, std::nullopt, s)
+                             : arrays[0];
+  };
+  DenseAttention result{call.queries, rows(call.keys), rows(call.values), call.mask, call.sinks, call.options};
+  return call.options.is_ragged() ? with_mask_of_rows(result, call.starts, call.ends, s) : result;
+}
+
+}  // namespace
+
+AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
+  switch (choose(op, call, stream)) {
+    case Computed::nowhere:
+      return attention_of_nothing(call, stream);
+    case Computed::by_mx:
+      return call;
+    case Computed::by_kernels:
+      break;
   }
   return apply_attention(std::move(call), stream);
 }
@@ -230,6 +277,9 @@ mx::array slice_axis(const mx::array& a, int axis, int begin, int end, mx::Strea
 
 // What mx gives for each query and the keys in its range alone.
 mx::array query_by_query(const AttentionCall& call, ByMx by_mx, mx::Stream s) {
+  if (call.options.is_ragged()) {
+    checks::fail(op, "exact is True, and no kernel covers the call: expected no starts and ends");
+  }
   const mx::Shape scores = call.scores_shape();
   const int queries = scores[2], keys = scores[3];
   const bool causal = call.options.causal || call.options.window;
@@ -271,8 +321,28 @@ std::optional<mx::array> found_in(AttentionResult result, ByMx by_mx, mx::Stream
   return left && !left->options.exact ? std::nullopt : std::optional(finished(std::move(result), by_mx, stream));
 }
 
-// mx knows no window: it becomes a mask.
+AttentionOutput with_logsumexp(const char* op, AttentionCall call, ByMx by_mx, mx::Stream stream) {
+  const Computed computed = choose(op, call, stream);
+  if (computed == Computed::by_kernels) {
+    const Arrays both = apply_attention_with_logsumexp(std::move(call), stream);
+    return std::tuple(both[0], both[1]);
+  }
+  if (call.options.exact && computed == Computed::by_mx) {
+    checks::fail(op, "exact and return_logsumexp are True, and no kernel covers the call: expected one of them");
+  }
+  const mx::Shape scores = call.scores_shape();
+  const mx::array of_keys =
+      has_empty(scores) ? logsumexp_of_nothing(call, stream) : composed_logsumexp(dense(call, stream), stream);
+  const mx::array sums = or_nan(of_keys, call.starts, call.ends, scores[3], stream);
+  const mx::array y = computed == Computed::by_mx ? by_mx(call, stream) : attention_of_nothing(call, stream);
+  return std::tuple(y, sums);
+}
+
+// mx knows no window and no rows of different lengths: they become a mask.
 mx::array attention_by_mx(const AttentionCall& call, mx::Stream s) {
+  if (call.options.is_ragged()) {
+    return or_nan(attention_by_mx(with_mask_of_rows(call, s), s), call.starts, call.ends, call.keys[0].shape(2), s);
+  }
   std::optional<mx::array> mask = call.mask;
   std::string mode = call.options.causal ? "causal" : "";
   if (call.options.window) {
@@ -309,9 +379,10 @@ Arrays alone(mx::array array) {
   return arrays;
 }
 
-AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                        const MaskArgument& mask, const std::optional<mx::array>& sinks, std::optional<int> window,
-                        bool force_fused, bool exact, mx::StreamOrDevice where) {
+AttentionCall checked(const char* op, const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                      const MaskArgument& mask, const std::optional<mx::array>& sinks, std::optional<int> window,
+                      bool force_fused, bool exact, const std::optional<mx::array>& starts,
+                      const std::optional<mx::array>& ends, mx::Stream stream) {
   for (const auto& [name, array] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)}) {
     if (array->ndim() != 4) {
       checks::fail(op, name, " has shape ", array->shape(), ": expected four dimensions");
@@ -319,44 +390,64 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
   }
   check_heads(op, q.shape(), k.shape(), v.shape());
   const mx::Dtype dtype = checks::floating(op, {{"q", q}, {"k", k}, {"v", v}});
-  const mx::Stream stream = checks::checked_stream(op, where);
-  AttentionCall call{in_dtype(q, dtype, stream),
-                     alone(in_dtype(k, dtype, stream)),
-                     alone(in_dtype(v, dtype, stream)),
-                     std::nullopt,
-                     std::nullopt,
-                     {.scale = scale, .exact = exact},
-                     force_fused};
+  AttentionCall call{.queries = in_dtype(q, dtype, stream),
+                     .keys = alone(in_dtype(k, dtype, stream)),
+                     .values = alone(in_dtype(v, dtype, stream)),
+                     .options = {.scale = scale, .exact = exact},
+                     .force_fused = force_fused};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
-  return attend(op, std::move(call), stream);
+  take_row_keys(op, call, starts, ends, stream);
+  return call;
 }
 
-mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                       std::optional<int> window, bool force_fused, bool exact,
-                                       mx::StreamOrDevice where) {
-  return finished(checked(q, k, v, scale, mask, sinks, window, force_fused, exact, where), attention_by_mx,
-                  checks::checked_stream(op, where));
+AttentionOutput scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                             const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                             std::optional<int> window, bool force_fused, bool exact,
+                                             const std::optional<mx::array>& starts,
+                                             const std::optional<mx::array>& ends, bool return_logsumexp,
+                                             mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  AttentionCall call = checked(op, q, k, v, scale, mask, sinks, window, force_fused, exact, starts, ends, stream);
+  if (return_logsumexp) {
+    return with_logsumexp(op, std::move(call), attention_by_mx, stream);
+  }
+  return finished(attend(op, std::move(call), stream), attention_by_mx, stream);
 }
 
-std::optional<mx::array> try_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                       std::optional<int> window, bool force_fused, bool exact,
-                                       mx::StreamOrDevice where) {
-  return found_in(checked(q, k, v, scale, mask, sinks, window, force_fused, exact, where), attention_by_mx,
-                  checks::checked_stream(op, where));
+std::optional<AttentionOutput> try_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                             const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                             std::optional<int> window, bool force_fused, bool exact,
+                                             const std::optional<mx::array>& starts,
+                                             const std::optional<mx::array>& ends, bool return_logsumexp,
+                                             mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  AttentionCall call = checked(op, q, k, v, scale, mask, sinks, window, force_fused, exact, starts, ends, stream);
+  if (return_logsumexp) {
+    return with_logsumexp(op, std::move(call), attention_by_mx, stream);
+  }
+  return found_in(attend(op, std::move(call), stream), attention_by_mx, stream);
 }
 
 void bind(nb::module_& module) {
   define(module, op, &try_attention, &scaled_dot_product_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
          "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(), "window"_a.none() = nb::none(),
-         "force_fused"_a = false, "exact"_a = false, "stream"_a = nb::none());
+         "force_fused"_a = false, "exact"_a = false, "starts"_a.none() = nb::none(), "ends"_a.none() = nb::none(),
+         "return_logsumexp"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);
 
 }  // namespace
+
+AttentionOutput scaled_dot_product_attention_of(const char* op, const mx::array& q, const mx::array& k,
+                                                const mx::array& v, float scale, const MaskArgument& mask,
+                                                const std::optional<mx::array>& sinks,
+                                                const std::optional<mx::array>& starts,
+                                                const std::optional<mx::array>& ends, mx::Stream stream) {
+  AttentionCall call = checked(op, q, k, v, scale, mask, sinks, std::nullopt, false, false, starts, ends, stream);
+  return with_logsumexp(mittens::op, std::move(call), attention_by_mx, stream);
+}
 
 std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
                                                        mx::Dtype dtype, float scale, mx::Stream stream) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <variant>
 
 #include "mlx/utils.h"
@@ -24,6 +25,8 @@ struct AttentionCall {
   Arrays values;  // [batch, key heads, keys, value width]
   std::optional<mx::array> mask;  // four dimensions that broadcast to [batch, heads, queries, keys]
   std::optional<mx::array> sinks;  // [heads]
+  std::optional<mx::array> starts;  // [batch] or [batch, queries]
+  std::optional<mx::array> ends;  // [batch]
   AttentionOptions options;
   bool force_fused = false;  // mx's option: by one kernel, or an error
 
@@ -64,6 +67,9 @@ mx::array joined_batch(const mx::array& input, int axis, int size, int batch, mx
 mx::array broadcast_mask(const mx::array& mask, const mx::Shape& scores, mx::Stream stream);
 
 mx::array apply_attention(AttentionCall call, mx::Stream stream);
+
+// The same, and the logsumexp of each row of scores.
+Arrays apply_attention_with_logsumexp(AttentionCall call, mx::Stream stream);
 std::shared_ptr<mx::Primitive> attention_primitive(const AttentionOptions& options, mx::Stream stream);
 
 // A call's result, or the call itself where it is left to mx.
@@ -82,6 +88,19 @@ mx::array finished(AttentionResult result, ByMx by_mx, mx::Stream stream);
 
 // The result, if there is one. A call that has to be exact is not left to mx's own function.
 std::optional<mx::array> found_in(AttentionResult result, ByMx by_mx, mx::Stream stream);
+
+// What an op returns: y, or y and the logsumexp [batch, heads, queries].
+using AttentionOutput = std::variant<mx::array, std::tuple<mx::array, mx::array>>;
+
+// y and the logsumexp, by whatever computes the call.
+AttentionOutput with_logsumexp(const char* op, AttentionCall call, ByMx by_mx, mx::Stream stream);
+
+// y and the logsumexp of attention over keys and values as they are. op: who calls, for errors.
+AttentionOutput scaled_dot_product_attention_of(const char* op, const mx::array& q, const mx::array& k,
+                                                const mx::array& v, float scale, const MaskArgument& mask,
+                                                const std::optional<mx::array>& sinks,
+                                                const std::optional<mx::array>& starts,
+                                                const std::optional<mx::array>& ends, mx::Stream stream);
 
 // The primitive of a call without mask and sinks, of queries, keys and values of these shapes; none where no kernel
 // covers it or there is nothing to do.

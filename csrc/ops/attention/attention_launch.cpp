@@ -17,6 +17,8 @@ const Name dense_file = "attention/attention.metal";
 const Name packed_file = "attention/attention_packed.metal";
 const Name dense_ahead_file = "attention/nvidia/attention_ahead.metal";
 const Name packed_ahead_file = "attention/nvidia/attention_packed_ahead.metal";
+const Name dense_ragged_file = "attention/attention_ragged.metal";
+const Name packed_ragged_file = "attention/attention_packed_ragged.metal";
 const Name combine_file = "attention/attention_combine.metal";
 
 struct Widths {
@@ -77,7 +79,26 @@ void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const Att
   } else {
     launch.stand_in(queries);
   }
-  launch.input_if(options.has_sinks, options.has_sinks ? inputs[next] : queries);
+  launch.input_if(options.has_sinks, options.has_sinks ? inputs[next++] : queries);
+  if (options.is_ragged()) {
+    launch.input_if(options.has_starts, options.has_starts ? inputs[next++] : queries);
+    launch.input_if(options.has_ends, options.has_ends ? inputs[next] : queries);
+  }
+}
+
+void add_params(Launch& launch, const AttentionParams& params, const AttentionOptions& options,
+                const std::vector<mx::array>& inputs) {
+  if (!options.is_ragged()) {
+    launch.params(params);
+    return;
+  }
+  RaggedAttentionParams ragged{.has_starts = options.has_starts, .has_ends = options.has_ends, .attention = params};
+  if (options.has_starts) {
+    const bool of_queries = inputs[inputs.size() - 1 - options.has_ends].ndim() == 2;
+    ragged.start_batch = of_queries ? params.queries : 1;
+    ragged.start_query = of_queries;
+  }
+  launch.params(ragged);
 }
 
 Launch combine_launch(const mx::array& partials, const mx::array& y, const mx::array* logsumexp,
@@ -124,13 +145,14 @@ std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, con
 
   Launch launch;
   const bool ahead = loads_ahead(plan.kernel);
+  const char* const ragged = options.is_ragged() ? "ragged_" : "";
   if (options.bits == 0) {
-    launch.file = ahead ? dense_ahead_file : dense_file;
-    launch.kernel = kernel_name(dtype, "attention", plan.name, "_", sizes.width, "_", sizes.value_width);
+    launch.file = options.is_ragged() ? dense_ragged_file : ahead ? dense_ahead_file : dense_file;
+    launch.kernel = kernel_name(dtype, "attention", ragged, plan.name, "_", sizes.width, "_", sizes.value_width);
   } else {
-    launch.file = ahead ? packed_ahead_file : packed_file;
-    launch.kernel =
-        kernel_name(dtype, "attention", plan.name, "_", options.bits, "bit_", sizes.width, "_", sizes.value_width);
+    launch.file = options.is_ragged() ? packed_ragged_file : ahead ? packed_ahead_file : packed_file;
+    launch.kernel = kernel_name(dtype, "attention", ragged, plan.name, "_", options.bits, "bit_", sizes.width, "_",
+                                sizes.value_width);
   }
   const uint32_t slices = attention_value_slices(static_cast<int>(sizes.value_width));
   // x may be the largest.
@@ -138,14 +160,18 @@ std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, con
   launch.threads = {32 * plan.simdgroups, 1, 1};
   bind_inputs(launch, inputs, options, params);
   if (plan.splits == 1) {
-    return in_order(launch.output(y).output_if(logsumexp, inputs[0]).params(params));
+    launch.output(y).output_if(logsumexp, inputs[0]);
+    add_params(launch, params, options, inputs);
+    return in_order(std::move(launch));
   }
   const mx::Shape shape = {static_cast<int>(plan.splits), static_cast<int>(sizes.rows()),
                            static_cast<int>(sizes.value_width + 2)};
   const auto partials = std::make_shared<mx::array>(temporary(shape, mx::float32, stream));
   Launch combine = combine_launch(*partials, y, logsumexp, sizes, plan.splits);
   launch.owner = combine.owner = partials;
-  return in_order(launch.output(*partials).stand_in(inputs[0]).params(params), std::move(combine));
+  launch.output(*partials).stand_in(inputs[0]);
+  add_params(launch, params, options, inputs);
+  return in_order(std::move(launch), std::move(combine));
 }
 
 }  // namespace mittens

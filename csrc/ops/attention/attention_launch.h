@@ -18,7 +18,14 @@ struct AttentionOptions {
   bool has_sinks = false;  // an input after the mask: [heads], of the queries' type
   int bits = 0;  // of packed keys and values: 4 or 8; 0: they are of the queries' type
   int group_size = 0;  // of packed keys and values
+  bool has_starts = false;  // an input after the sinks: [batch] or [batch, queries], int32
+  bool has_ends = false;  // an input after the starts: [batch], int32
   bool exact = false;  // a query's result is bit for bit that of a call of this query and the keys in its range alone
+
+  // Whether rows of the batch have keys of their own.
+  bool is_ragged() const {
+    return has_starts || has_ends;
+  }
 
   bool operator==(const AttentionOptions&) const = default;
 };
@@ -29,6 +36,8 @@ struct AttentionOptions {
 //   values   [batch, key_heads, keys, value_width]    likewise
 //   mask     [batch, heads, queries, keys]            any strides, 0 where it is broadcast
 //   sinks    [heads]                                  contiguous
+//   starts   [batch] or [batch, queries]              contiguous
+//   ends     [batch]                                  contiguous
 // Output: y [batch, heads, queries, value_width], row contiguous, and if wanted logsumexp [batch, heads, queries] in
 // float32: the natural logarithm of the sum of e^score of a row, -inf where it sees no key.
 

@@ -2,13 +2,14 @@
 #include <iterator>
 #include <utility>
 
-#include "cpu/attention.h"
+#include "cpu/ragged_attention.h"
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"
 #include "ops/attention/attention_backward_launch.h"
 #include "ops/attention/attention_composed.h"
 #include "ops/attention/plan.h"
+#include "ops/attention/row_keys.h"
 #include "runtime/array_layout.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
@@ -17,27 +18,38 @@ namespace mittens {
 
 namespace {
 
+enum class Logsumexp { none, for_gradients, output };
+
 // y [batch, heads, queries, value width] = softmax(scale * q k^T, masked) v. Inputs: queries; keys, or their words,
-// scales and biases; values likewise; a mask of four dimensions that broadcast; sinks.
+// scales and biases; values likewise; a mask of four dimensions that broadcast; sinks; starts; ends.
 class Attention : public KernelPrimitive {
  public:
-  // has_logsumexp: the second output, for gradients.
-  Attention(mx::Stream stream, AttentionOptions options, bool has_logsumexp = false)
-      : KernelPrimitive(stream), options_(options), has_logsumexp_(has_logsumexp) {}
+  // logsumexp: whether there is a second output, and what for.
+  Attention(mx::Stream stream, AttentionOptions options, Logsumexp logsumexp = Logsumexp::none)
+      : KernelPrimitive(stream), options_(options), logsumexp_(logsumexp) {}
 
   static mx::array apply(AttentionCall call, mx::Stream stream) {
+    const AttentionOptions options = call.options;
+    return apply(inputs_of(std::move(call)), options, stream);
+  }
+
+  static Arrays apply_with_logsumexp(AttentionCall call, mx::Stream stream) {
+    const AttentionOptions options = call.options;
+    return results(inputs_of(std::move(call)), options, Logsumexp::output, stream);
+  }
+
+  static Arrays inputs_of(AttentionCall call) {
     Arrays inputs;
-    inputs.reserve(9);  // packed keys and values, a mask and sinks
+    inputs.reserve(11);  // packed keys and values, a mask, sinks, starts and ends
     inputs.push_back(std::move(call.queries));
     std::move(call.keys.begin(), call.keys.end(), std::back_inserter(inputs));
     std::move(call.values.begin(), call.values.end(), std::back_inserter(inputs));
-    if (call.mask) {
-      inputs.push_back(*std::move(call.mask));
+    for (std::optional<mx::array>* more : {&call.mask, &call.sinks, &call.starts, &call.ends}) {
+      if (*more) {
+        inputs.push_back(std::move(**more));
+      }
     }
-    if (call.sinks) {
-      inputs.push_back(*std::move(call.sinks));
-    }
-    return apply(std::move(inputs), call.options, stream);
+    return inputs;
   }
 
   const char* name() const override {
@@ -46,12 +58,12 @@ class Attention : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& attention = static_cast<const Attention&>(other);
-    return options_ == attention.options_ && has_logsumexp_ == attention.has_logsumexp_;
+    return options_ == attention.options_ && logsumexp_ == attention.logsumexp_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     std::vector<mx::Shape> shapes = {shape_of_y(inputs)};
-    if (has_logsumexp_) {
+    if (has_logsumexp()) {
       shapes.push_back({shapes[0][0], shapes[0][1], shapes[0][2]});
     }
     return shapes;
@@ -62,6 +74,11 @@ class Attention : public KernelPrimitive {
     WantedGradients wanted;
     for (int argument : argnums) {
       check_differentiable(argument);
+    }
+    if (options_.is_ragged() || logsumexp_ == Logsumexp::output) {
+      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+    }
+    for (int argument : argnums) {
       wanted.queries |= argument == 0;
       wanted.keys |= argument == first_key();
       wanted.values |= argument == first_value();
@@ -106,7 +123,7 @@ class Attention : public KernelPrimitive {
     if (why_not_launched(batched)) {
       return KernelPrimitive::vmap(inputs, axes);
     }
-    Arrays outputs = results(std::move(batched), options_, has_logsumexp_, stream());
+    Arrays outputs = results(std::move(batched), options_, logsumexp_, stream());
     for (mx::array& output : outputs) {
       output = mx::unflatten(output, 0, {size, batch}, stream());
     }
@@ -121,7 +138,10 @@ class Attention : public KernelPrimitive {
     for (int i = 0; i < after_values() && as_is; ++i) {
       as_is = has_rows(inputs[i], alignment(i));
     }
-    if (as_is && (!options_.has_sinks || is_contiguous(inputs.back()))) {
+    for (int i = after_mask(); i < static_cast<int>(inputs.size()) && as_is; ++i) {
+      as_is = is_contiguous(inputs[i]);
+    }
+    if (as_is) {
       return inputs;
     }
     for (int i = 0; i < after_values(); ++i) {
@@ -130,8 +150,8 @@ class Attention : public KernelPrimitive {
     if (options_.has_mask) {
       copies.push_back(broadcast_mask(inputs[mask_index()], scores_shape(inputs), stream()));
     }
-    if (options_.has_sinks) {
-      copies.push_back(contiguous_rows(inputs.back(), stream()));
+    for (int i = after_mask(); i < static_cast<int>(inputs.size()); ++i) {
+      copies.push_back(contiguous_rows(inputs[i], stream()));
     }
     return copies;
   }
@@ -149,7 +169,7 @@ class Attention : public KernelPrimitive {
     if (!missing.empty()) {
       checks::fail(op(), "was called where native code or other shapes were expected: no kernel covers ", missing);
     }
-    return attention_launches(inputs, outputs[0], has_logsumexp_ ? &outputs[1] : nullptr, options_, stream());
+    return attention_launches(inputs, outputs[0], has_logsumexp() ? &outputs[1] : nullptr, options_, stream());
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -173,21 +193,40 @@ class Attention : public KernelPrimitive {
       call.mask = {mask.dtype() == mx::bool_ ? cpu::MaskKind::boolean : cpu::MaskKind::additive, native_view(mask),
                    mask.strides(3)};
     }
-    call.sinks = options_.has_sinks ? data_of(inputs.back()) : nullptr;
+    call.sinks = options_.has_sinks ? data_of(inputs[sinks_index()]) : nullptr;
     call.y = data_of(outputs[0]);
-    call.logsumexp = has_logsumexp_ ? outputs[1].data<float>() : nullptr;
+    call.logsumexp = has_logsumexp() ? outputs[1].data<float>() : nullptr;
     call.scale = options_.scale;
     call.causal = options_.causal;
     call.window = options_.window;
     call.exact = options_.exact;
-    return [call] { cpu::attention(call); };
+    if (!options_.is_ragged()) {
+      return [call] { cpu::attention(call); };
+    }
+    cpu::RaggedKeys ragged{};
+    if (options_.has_starts) {
+      const mx::array& starts = inputs[starts_index()];
+      ragged.starts = starts.data<int32_t>();
+      ragged.has_query_starts = starts.ndim() == 2;
+    }
+    ragged.ends = options_.has_ends ? inputs.back().data<int32_t>() : nullptr;
+    return [call, ragged] { cpu::ragged_attention(call, ragged); };
   }
 
   Arrays composed(const Arrays& inputs) override {
-    const DenseAttention call = dense(inputs);
+    DenseAttention call = dense(inputs);
+    std::optional<mx::array> starts, ends;
+    if (options_.is_ragged()) {
+      starts = options_.has_starts ? std::optional(inputs[starts_index()]) : std::nullopt;
+      ends = options_.has_ends ? std::optional(inputs.back()) : std::nullopt;
+      call = with_mask_of_rows(call, starts, ends, stream());
+    }
     Arrays outputs = {composed_attention(call, stream())};
-    if (has_logsumexp_) {
+    if (has_logsumexp()) {
       outputs.push_back(composed_logsumexp(call, stream()));
+    }
+    for (mx::array& output : outputs) {
+      output = or_nan(output, starts, ends, call.keys.shape(2), stream());
     }
     return outputs;
   }
@@ -197,13 +236,14 @@ class Attention : public KernelPrimitive {
     // MLX does not say whether it traces for gradients. A graph that is compiled or mapped has a row's logsumexp too.
     const bool is_traced = std::any_of(inputs.begin(), inputs.end(), [](const mx::array& a) { return a.is_tracer(); });
     const bool has_columns = options.bits == 0 && inputs[0].shape(3) > 0 && inputs[2].shape(3) > 0;
-    return results(std::move(inputs), options, is_traced && has_columns, stream)[0];
+    const bool for_gradients = is_traced && has_columns && !options.is_ragged();
+    return results(std::move(inputs), options, for_gradients ? Logsumexp::for_gradients : Logsumexp::none, stream)[0];
   }
 
-  static Arrays results(Arrays inputs, const AttentionOptions& options, bool has_logsumexp, mx::Stream stream) {
-    auto primitive = std::make_shared<Attention>(stream, options, has_logsumexp);
+  static Arrays results(Arrays inputs, const AttentionOptions& options, Logsumexp logsumexp, mx::Stream stream) {
+    auto primitive = std::make_shared<Attention>(stream, options, logsumexp);
     std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-    if (!has_logsumexp) {
+    if (logsumexp == Logsumexp::none) {
       return {only_output(std::move(shapes[0]), std::move(primitive), std::move(inputs))};
     }
     return mx::array::make_arrays(std::move(shapes), {inputs[0].dtype(), mx::float32}, primitive, inputs);
@@ -215,10 +255,10 @@ class Attention : public KernelPrimitive {
     if (!attention_backward_covers(call, stream())) {
       return attention_gradients(call, cotangent, wanted, stream());
     }
-    if (has_logsumexp_) {
+    if (has_logsumexp()) {
       return attention_backward(call, outputs[0], outputs[1], cotangent, wanted, stream());
     }
-    const Arrays again = results(primals, options_, true, stream());
+    const Arrays again = results(primals, options_, Logsumexp::for_gradients, stream());
     return attention_backward(call, again[0], again[1], cotangent, wanted, stream());
   }
 
@@ -245,8 +285,18 @@ class Attention : public KernelPrimitive {
   int mask_index() const {
     return options_.has_mask ? after_values() : -1;
   }
+  int after_mask() const {
+    return after_values() + options_.has_mask;
+  }
   int sinks_index() const {
-    return options_.has_sinks ? after_values() + options_.has_mask : -1;
+    return options_.has_sinks ? after_mask() : -1;
+  }
+  int starts_index() const {
+    return after_mask() + options_.has_sinks;
+  }
+
+  bool has_logsumexp() const {
+    return logsumexp_ != Logsumexp::none;
   }
 
   const char* why_not_launched(const Arrays& inputs) {
@@ -300,7 +350,7 @@ class Attention : public KernelPrimitive {
   }
 
   AttentionOptions options_;
-  bool has_logsumexp_;
+  Logsumexp logsumexp_;
 };
 
 }  // namespace
@@ -340,6 +390,10 @@ mx::array broadcast_mask(const mx::array& given, const mx::Shape& shape, mx::Str
 
 mx::array apply_attention(AttentionCall call, mx::Stream stream) {
   return Attention::apply(std::move(call), stream);
+}
+
+Arrays apply_attention_with_logsumexp(AttentionCall call, mx::Stream stream) {
+  return Attention::apply_with_logsumexp(std::move(call), stream);
 }
 
 std::shared_ptr<mx::Primitive> attention_primitive(const AttentionOptions& options, mx::Stream stream) {

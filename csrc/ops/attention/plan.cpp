@@ -40,6 +40,9 @@ bool has_ahead(AttentionKernel kernel, const AttentionSizes& sizes, const Attent
 
 bool can_run(const AttentionSchedule& schedule, const AttentionSizes& sizes, const AttentionOptions& options,
              mx::Dtype dtype) {
+  if (options.is_ragged() && loads_ahead(schedule.kernel)) {
+    return false;
+  }
   switch (schedule.kernel) {
     case AttentionKernel::decode:
       return true;
@@ -84,7 +87,7 @@ Registers registers_of(const AttentionPlan& plan, const AttentionSizes& sizes, c
 
 // The first key that any query sees.
 uint32_t first_key(const AttentionSizes& sizes, const AttentionOptions& options) {
-  if (options.window <= 0 || options.has_mask || sizes.queries > sizes.keys) {
+  if (options.window <= 0 || options.has_mask || options.is_ragged() || sizes.queries > sizes.keys) {
     return 0;
   }
   const int64_t first = int64_t(sizes.keys) - sizes.queries - options.window + 1;
@@ -132,6 +135,10 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
       const bool has_room = gpu.vendor == Gpu::Vendor::apple && options.bits == 0 && resident_threadgroups > groups &&
                             resident_threadgroups % groups != 0;
       wanted += has_room && waits_for_memory(sizes, keys, ceil_divide(steps, wanted), step, is_half, gpu);
+    }
+    if (options.is_ragged() && wanted == 1) {
+      // Lengths are not known here: one long row among short ones would keep a few cores busy after all others.
+      wanted = std::clamp(steps / (2 * serial_steps), 1u, 4u);
     }
     // Putting many shares together takes longer than some steps.
     const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
@@ -212,6 +219,9 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
   plan.keys_per_split = sizes.keys;
   if (decodes) {
     share_out_keys(plan, sizes, options, step, dtype != mx::float32, gpu);
+  }
+  if (options.is_ragged() && !options.exact) {
+    plan.keys_per_split = 0;  // the kernel shares out what each row has
   }
   return plan;
 }

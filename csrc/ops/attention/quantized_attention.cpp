@@ -9,6 +9,7 @@
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/plan.h"
+#include "ops/attention/row_keys.h"
 #include "ops/attention/unpack.h"
 #include "ops/matmul/affine.h"
 #include "python/registry.h"
@@ -63,6 +64,9 @@ AttentionCall unpacked_call(const AttentionCall& call, mx::Stream s) {
 
 // For what no kernel covers: two products and a softmax, in the type of the queries, as mlx-lm has it.
 mx::array by_mx(const AttentionCall& call, mx::Stream s) {
+  if (call.options.is_ragged()) {
+    return or_nan(by_mx(with_mask_of_rows(call, s), s), call.starts, call.ends, call.keys[0].shape(2), s);
+  }
   const mx::Dtype dtype = call.queries.dtype();
   const mx::Shape scores_shape = call.scores_shape();
   const int batch = scores_shape[0], heads = scores_shape[1], queries = scores_shape[2], keys = scores_shape[3];
@@ -101,9 +105,10 @@ mx::array by_mx(const AttentionCall& call, mx::Stream s) {
   return sees ? mx::where(*sees, y, mx::array(0.0f, dtype), s) : y;
 }
 
-AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
-                        const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
-                        std::optional<int> window, bool exact, mx::StreamOrDevice where) {
+AttentionCall checked(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
+                      const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
+                      std::optional<int> window, bool exact, const std::optional<mx::array>& starts,
+                      const std::optional<mx::array>& ends, mx::Stream stream) {
   affine_format(op, group_size, bits, true);
   if (queries.ndim() != 4) {
     checks::fail(op, "queries has shape ", queries.shape(), ": expected four dimensions");
@@ -118,43 +123,63 @@ AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Tr
                                                     {"q_keys' biases", key_biases},
                                                     {"q_values' scales", value_scales},
                                                     {"q_values' biases", value_biases}});
-  const mx::Stream stream = checks::checked_stream(op, where);
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
-  AttentionCall call{typed(queries),
-                     {key_words, typed(key_scales), typed(key_biases)},
-                     {value_words, typed(value_scales), typed(value_biases)},
-                     std::nullopt,
-                     std::nullopt,
-                     {.scale = scale, .bits = bits, .group_size = group_size, .exact = exact}};
+  AttentionCall call{.queries = typed(queries),
+                     .keys = {key_words, typed(key_scales), typed(key_biases)},
+                     .values = {value_words, typed(value_scales), typed(value_biases)},
+                     .options = {.scale = scale, .bits = bits, .group_size = group_size, .exact = exact}};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
-  const AttentionSizes sizes = attention_sizes(queries.shape(), keys_shape, values_shape);
-  const bool unpacks = unpacks_first(sizes, call.options, dtype, stream);
+  take_row_keys(op, call, starts, ends, stream);
+  return call;
+}
+
+AttentionResult attended(AttentionCall call, mx::Stream stream) {
+  const mx::Shape keys = unpacked(call.keys[0], call.options.bits),
+                  values = unpacked(call.values[0], call.options.bits);
+  const AttentionSizes sizes = attention_sizes(call.queries.shape(), keys, values);
+  const bool unpacks = unpacks_first(sizes, call.options, call.queries.dtype(), stream);
   AttentionResult result = attend(op, std::move(call), stream);
   const auto* left = std::get_if<AttentionCall>(&result);
   return left && !left->options.exact && unpacks ? attention_by_mx(unpacked_call(*left, stream), stream)
                                                  : std::move(result);
 }
 
-std::optional<mx::array> try_quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values,
-                                                 float scale, const MaskArgument& mask, int group_size, int bits,
-                                                 const std::optional<mx::array>& sinks, std::optional<int> window,
-                                                 bool exact, mx::StreamOrDevice where) {
-  return found_in(checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, exact, where), by_mx,
-                  checks::checked_stream(op, where));
+std::optional<AttentionOutput> try_quantized_attention(const mx::array& queries, const Triple& q_keys,
+                                                       const Triple& q_values, float scale, const MaskArgument& mask,
+                                                       int group_size, int bits, const std::optional<mx::array>& sinks,
+                                                       std::optional<int> window, bool exact,
+                                                       const std::optional<mx::array>& starts,
+                                                       const std::optional<mx::array>& ends, bool return_logsumexp,
+                                                       mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  AttentionCall call =
+      checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, exact, starts, ends, stream);
+  if (return_logsumexp) {
+    return with_logsumexp(op, std::move(call), by_mx, stream);
+  }
+  return found_in(attended(std::move(call), stream), by_mx, stream);
 }
 
-mx::array quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
-                              const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
-                              std::optional<int> window, bool exact, mx::StreamOrDevice where) {
-  return finished(checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, exact, where), by_mx,
-                  checks::checked_stream(op, where));
+AttentionOutput quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
+                                    const MaskArgument& mask, int group_size, int bits,
+                                    const std::optional<mx::array>& sinks, std::optional<int> window, bool exact,
+                                    const std::optional<mx::array>& starts, const std::optional<mx::array>& ends,
+                                    bool return_logsumexp, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  AttentionCall call =
+      checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, exact, starts, ends, stream);
+  if (return_logsumexp) {
+    return with_logsumexp(op, std::move(call), by_mx, stream);
+  }
+  return finished(attended(std::move(call), stream), by_mx, stream);
 }
 
 void bind(nb::module_& module) {
   define(module, op, &try_quantized_attention, &quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a, "scale"_a,
          "mask"_a.none() = nb::none(), "group_size"_a = 64, "bits"_a = 8, nb::kw_only(), "sinks"_a.none() = nb::none(),
-         "window"_a.none() = nb::none(), "exact"_a = false, "stream"_a = nb::none());
+         "window"_a.none() = nb::none(), "exact"_a = false, "starts"_a.none() = nb::none(),
+         "ends"_a.none() = nb::none(), "return_logsumexp"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

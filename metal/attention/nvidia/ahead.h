@@ -197,7 +197,7 @@ inline void attention_ahead(
         q + b * (Shape::width / 8) * 32, queries, block_of(place, b), worker, workers, params);
   }
   rows += place.simdgroup * Shape::rows;
-  const KeyRange range = find_rows<Shape::rows>(rows, place, params, step);
+  const KeyRange range = find_rows<Shape::rows>(rows, place, EveryKey(), params, step);
   shares_keys ? threadgroup_barrier(mem_flags::mem_threadgroup) : simdgroup_barrier(mem_flags::mem_threadgroup);
 
   Tile<float, N, 1> sums[B];

@@ -1,5 +1,7 @@
 """What the attention kernels move and multiply, counted by the simulator, against the least that their tiles need."""
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -131,3 +133,24 @@ def test_lanes_share_lines(rng, counted, ratio):
     which the next load has the other half."""
     counts = counted(attend(arrays(rng, ratio, 1, 1, 1024, 128)))[0]
     assert counts["device_lines"] <= 1.5 * counts["device_lines_fewest"]
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("queries", [1, 24])
+def test_rows_of_a_batch_read_their_own_keys_alone(rng, counted, bits, queries):
+    """As many bytes as each row's keys, and not those of a longer row's place."""
+    lengths, keys, width = (40, 512, 120, 256), 512, 64
+    q, k, v = (
+        mx.array(rng.standard_normal((4, heads, tokens, width)).astype(np.float32)).astype(mx.float16)
+        for heads, tokens in ((2, queries), (1, keys), (1, keys))
+    )
+    starts = mx.array([keys - length for length in lengths])
+    attend = partial(mm.scaled_dot_product_attention, scale=0.1)
+    if bits:
+        k, v = (mx.quantize(a, 64, bits) for a in (k, v))
+        attend = partial(mm.quantized_scaled_dot_product_attention, scale=0.1, group_size=64, bits=bits)
+    mx.eval(q, k, v, starts)
+    counts = counted(lambda: attend(q, k, v, mask="causal", starts=starts))[0]
+    full = counted(lambda: attend(q, k, v, mask="causal"))[0]
+    assert counts["device_bytes_loaded"] <= 1.15 * sum(lengths) / (4 * keys) * full["device_bytes_loaded"]
+    assert counts["matrix_operations"] <= 1.15 * sum(lengths) / (4 * keys) * full["matrix_operations"]

@@ -1,0 +1,17 @@
+// Attention whose rows of the batch have keys of their own: each is a call of its own, over its keys alone.
+#pragma once
+
+#include "cpu/attention.h"
+
+namespace mittens::cpu {
+
+// From where to where the keys of a row of the batch are. A row that names what is no key is NaN.
+struct RaggedKeys {
+  const int32_t* starts;  // [batch], or [batch, queries]; nullptr: 0
+  bool has_query_starts;
+  const int32_t* ends;  // [batch]; nullptr: the number of keys
+};
+
+void ragged_attention(const Attention& call, const RaggedKeys& keys);
+
+}  // namespace mittens::cpu
