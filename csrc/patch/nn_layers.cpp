@@ -44,7 +44,7 @@ std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::a
   static PyObject* const group_size = name("group_size");
   static PyObject* const bits = name("bits");
   static PyObject* const mode = name("mode");
-  static const auto attempt = lenient("quantized_matmul", &try_quantized_matmul, &quantized_matmul);
+  static const auto attempt = lenient("quantized_matmul", &try_product_of_model, &quantized_matmul);
   const auto w = array(layer, weight);
   const auto s = array(layer, scales);
   if (!w || !s) {

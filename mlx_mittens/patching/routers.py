@@ -38,6 +38,11 @@ __all__ = [
 _GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
 
 
+def _logits(router: Any, x: mx.array) -> mx.array:
+    """A router's. Of a quantized one the norm that x is may be part, which the experts then read likewise."""
+    return products(x, [router], alone=True)[0]
+
+
 def _experts(glu: Any, x: mx.array, logits: mx.array, k: int, rounded: bool = False, **route: Any) -> mx.array | None:
     """The experts of a router's logits, and their weighted sum.
 
@@ -54,16 +59,16 @@ def qwen3_mixture(block: Any, x: mx.array) -> mx.array | None:
     if block.sharding_group is not None:
         return None
     route: dict[str, Any] = {"renormalize": block.norm_topk_prob, "descending": False}
-    return _experts(block.switch_mlp, x, block.gate(x), block.top_k, rounded=True, **route)
+    return _experts(block.switch_mlp, x, _logits(block.gate, x), block.top_k, rounded=True, **route)
 
 
 def mellum_mixture(block: Any, x: mx.array) -> mx.array | None:
     route = {"renormalize": block.norm_topk_prob, "descending": False}
-    return _experts(block.switch_mlp, x, block.gate(x), block.top_k, **route)
+    return _experts(block.switch_mlp, x, _logits(block.gate, x), block.top_k, **route)
 
 
 def _beside_shared_expert(block: Any, x: mx.array, renormalize: bool, descending: bool) -> mx.array | None:
-    scores, logits = products(x, (block.gate, block.shared_expert_gate))
+    scores, logits = products(x, (block.gate, block.shared_expert_gate), alone=True)
     route = {"renormalize": renormalize, "descending": descending}
     together = mixture(block.switch_mlp, x, scores, block.top_k, block.shared_expert, logits, **route)
     if together is not None:
@@ -84,7 +89,7 @@ def qwen2_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 
 def mixtral_mixture(block: Any, x: mx.array) -> mx.array | None:
-    return _experts(block.switch_mlp, x, block.gate(x), block.num_experts_per_tok, scores="chosen")
+    return _experts(block.switch_mlp, x, _logits(block.gate, x), block.num_experts_per_tok, scores="chosen")
 
 
 def olmoe_mixture(block: Any, x: mx.array) -> mx.array | None:
@@ -97,7 +102,7 @@ def gpt_oss_mixture(block: Any, x: mx.array) -> mx.array | None:
     if block.sharding_group is not None:
         return None
     route: dict[str, Any] = {"scores": "chosen", "descending": False}
-    return _experts(block.experts, x, block.router(x), block.num_experts_per_tok, **route)
+    return _experts(block.experts, x, _logits(block.router, x), block.num_experts_per_tok, **route)
 
 
 def ernie_mixture(block: Any, x: mx.array) -> mx.array | None:

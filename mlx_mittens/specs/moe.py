@@ -214,6 +214,8 @@ class MixtureOp(ModelOp):
             return dequantized(words, scales, biases, options["group_size"], options["bits"], mode)
 
         gate, up, down = map(matrix, ("gate", "up", "down"))
+        if options.get("is_normed") == "x":
+            x, _ = normed.exact_row(x, x @ gate[0].T)
         bias = [widen(given[f"{name}_bias"]) for name in ("gate", "up", "down")]
         if options["parts"] == "shared":
             gate, up, down = (
@@ -234,7 +236,7 @@ class MixtureOp(ModelOp):
         y = product(hidden.value, down, bias[2])
         assert hidden.magnitude is not None
         size = np.sqrt((hidden.magnitude**2) @ np.swapaxes(down[chosen], -1, -2) ** 2)[..., 0, :]
-        total = (y.value[..., 0, :] * factors).sum(-2) + (x if options.get("is_normed") else 0)
+        total = (y.value[..., 0, :] * factors).sum(-2) + (x if options.get("is_normed") == "y" else 0)
         return [Exact(total, np.sqrt(((size * factors) ** 2).sum(-2)))]
 
 
@@ -381,16 +383,24 @@ def _parts(arrays, parts):
     return triples[: 6 if has_shared else 3], others
 
 
-def _mixture(x, logits, *arrays, k, parts, is_normed=False, **options):
+def _first(triple):
+    """The triple of the first expert."""
+    return [array[0] for array in triple]
+
+
+def _mixture(x, logits, *arrays, k, parts, is_normed="", **options):
     triples, others = _parts(arrays, parts)
     shared = dict(zip(("shared_gate", "shared_up", "shared_down"), triples[3:]))
+    x = normed.row_before(x, _first(triples[0]), options) if is_normed == "x" else x
     y = moe.mixture(x, logits, k, *triples[:3], **shared, **others, **options)
-    return normed.sum_before(y, x, [array[0] for array in triples[0]], options) if is_normed else y
+    return normed.sum_before(y, x, _first(triples[0]), options) if is_normed == "y" else y
 
 
-def _mx_mixture(x, logits, *arrays, is_normed=False, **options):
+def _mx_mixture(x, logits, *arrays, is_normed="", **options):
+    if is_normed == "x":
+        x, _ = normed.row_of_mx(x, _first(_triples(arrays[:18])[0]), None, normed.widths(options))
     y = _mx_experts(x, logits, *arrays, **options)
-    return x + y if is_normed else y
+    return x + y if is_normed == "y" else y
 
 
 def _mx_experts(
@@ -601,8 +611,12 @@ MOE_OPS: tuple[Op, ...] = (
             *(
                 case
                 for options in ({"group_size": 32, "bits": 4}, {"group_size": 32, "bits": 8, "parts": "bias"}, _MXFP4)
-                for case in _mixtures((1, 3, 5, 96, 64), is_normed=True, **options)
+                for case in (
+                    *_mixtures((1, 3, 5, 96, 64), is_normed="y", **options),
+                    *_mixtures((1, 3, 5, 96, 96), is_normed="x", **options),
+                )
             ),
+            *_mixtures((1, 2, 5, 64, 64), group_size=32, bits=4, is_normed="x", parts=""),
         ),
         cases=(
             Case("Qwen3-Next", (1, 10, 512, 2048, 512), {"bits": 4, "k": 10, "renormalize": True}, gpu_only=True),

@@ -15,7 +15,7 @@ from .. import _ext
 from ..ops.matmul import quantized_matmul, quantized_matmuls
 from ..ops.norm import add_rms_norm
 
-__all__ = ["exact_row", "matmuls", "row_of_mx", "sum_before", "swiglu"]
+__all__ = ["exact_row", "matmuls", "row_before", "row_of_mx", "sum_before", "swiglu", "widths"]
 
 Triple = Any  # words, scales and, where there are any, biases of groups
 
@@ -30,6 +30,18 @@ def _row(x: mx.array, triple: Triple, bias: mx.array | None, options: dict[str, 
     return add_rms_norm(quantized_matmul(x, *triple, bias=bias, **options), x, _weight(x), _EPS)
 
 
+def widths(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that say how weights are quantized."""
+    return {name: options[name] for name in ("group_size", "bits", "mode") if name in options}
+
+
+def row_before(x: mx.array, triple: Triple, options: dict[str, Any]) -> mx.array:
+    """The norm, of which a product with the square matrix has taken its part: others may read that too."""
+    row, _ = _row(x, triple, None, widths(options))
+    _ext.try_products_of_norm(row, [triple], **widths(options))
+    return row
+
+
 def matmuls(x: mx.array, triples: Sequence[Triple], bias: Any, options: dict[str, Any]) -> list[mx.array]:
     """The sum, and products of its norm with all matrices but the first, which is the square one."""
     row, total = _row(x, triples[0], None if bias is None else bias[0], options)
@@ -40,16 +52,14 @@ def matmuls(x: mx.array, triples: Sequence[Triple], bias: Any, options: dict[str
 
 def sum_before(y: mx.array, x: mx.array, triple: Triple, options: dict[str, Any]) -> mx.array:
     """x + y, where a product with a matrix reads the norm of that."""
-    widths: dict[str, Any] = {name: options[name] for name in ("group_size", "bits", "mode") if name in options}
     row, total = add_rms_norm(y, x, _weight(x), _EPS)
-    _ext.try_products_of_norm(row, [triple], **widths)
+    _ext.try_products_of_norm(row, [triple], **widths(options))
     return total
 
 
 def swiglu(x: mx.array, gate: Triple, up: Triple, options: dict[str, Any]) -> mx.array:
     """quantized_swiglu of the norm, where gate is the square matrix too."""
-    widths: dict[str, Any] = {name: options[name] for name in ("group_size", "bits", "mode") if name in options}
-    row, _ = _row(x, gate, None, widths)
+    row, _ = _row(x, gate, None, widths(options))
     y: mx.array = _ext.swiglu_of_norm(row, gate, up, **options)
     return y
 

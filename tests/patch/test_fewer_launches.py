@@ -12,16 +12,17 @@ import mlx_mittens as mm
 
 # Of two layers: the first norm has no product before it, the last one several rows behind it in other calls.
 NORMS = {"quantized_matmul_sum": 3, "quantized_swiglu": 2, "rms_norm": 1, "add_rms_norm": 1}
+MIXTURES = {"quantized_matmuls": 4, "mixture": 4, "quantized_matmul_sum": 2, "rms_norm": 1, "add_rms_norm": 1}
 # By model: launches of a token's layers, that are several layers or experts in one.
 MODELS = {
     "llama-3.2-1b": {"quantized_matmuls": 2, **NORMS},
     "qwen2.5-0.5b": {"quantized_matmuls": 2, **NORMS},
     "qwen3-0.6b": {"quantized_matmuls": 2, **NORMS},
-    # The projections of the gated delta, and in both layers the router with the shared expert's gate.
-    # Before the second layer's attention the mixture adds the residual for the norm.
-    "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 4, "mixture": 4, "add_rms_norm": 3},
-    "qwen3-30b-a3b": {"quantized_matmuls": 2, "mixture": 4, "add_rms_norm": 3},
-    "gpt-oss-20b": {"quantized_matmuls": 2, "mixture": 4, "add_rms_norm": 3},
+    # The projections of the gated delta, and in both layers the router, with the shared expert's gate if there is one.
+    # Before the second layer's attention the mixture adds the residual for the norm. Router and experts read one.
+    "qwen3-next-80b-a3b": {"gated_delta_token": 1, **MIXTURES},
+    "qwen3-30b-a3b": MIXTURES,
+    "gpt-oss-20b": MIXTURES,
     "gemma-3-1b": {"quantized_matmuls": 2, "norm_add_norm": 4, "quantized_swiglu": 2, "rms_norm": 1},
     "lfm2-1.2b": {"short_conv_token": 1, **NORMS},
     "mamba2-2.7b": {"ssm_token": 2, "quantized_matmul_sum": 1, "rms_norm": 3, "add_rms_norm": 1},

@@ -21,7 +21,7 @@ const Name file = "matmul/qmv.metal";
 
 // x [.., columns] of one row, a triple, a bias [outputs], if there is one, a residual [.., outputs] and the weight
 // [outputs] of a norm -> the sum of product and residual, that times the weight in float32, and squares [blocks].
-class QuantizedMatmulSum : public KernelPrimitive {
+class QuantizedMatmulSum : public KernelPrimitive, public HandsRowOn {
  public:
   QuantizedMatmulSum(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
 
@@ -31,6 +31,10 @@ class QuantizedMatmulSum : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     return format_ == static_cast<const QuantizedMatmulSum&>(other).format_;
+  }
+
+  const mx::array* weight_of_row(const Arrays& inputs) const override {
+    return &inputs.back();
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -137,7 +141,26 @@ int square_blocks(int outputs) {
   return outputs < kRowOutputs ? outputs : static_cast<int>(ceil_divide(outputs, kRowOutputs));
 }
 
+std::optional<NormedRow> handed_on_row(const mx::array& y, mx::Stream stream) {
+  if (!is_pending(y) || y.is_tracer() || y.primitive().stream() != stream) {
+    return std::nullopt;
+  }
+  const auto norm = pending_rms_norm(y);
+  const bool may_be = norm && norm->weight && norm->weight_offset == 0 && is_pending(norm->x) && !norm->x.is_tracer();
+  const auto* product = may_be ? dynamic_cast<const HandsRowOn*>(&norm->x.primitive()) : nullptr;
+  const mx::array* weight = product ? product->weight_of_row(norm->x.inputs()) : nullptr;
+  if (!weight || weight->id() != norm->weight->id() || norm->x.dtype() != y.dtype()) {
+    return std::nullopt;
+  }
+  const Arrays outputs = norm->x.outputs();
+  return outputs[0].id() == norm->x.id() ? std::optional(NormedRow{outputs[1], outputs[2], {norm->eps, y.dtype()}})
+                                         : std::nullopt;
+}
+
 std::optional<NormedRow> take_normed_row(const mx::array& y, long holders, mx::Stream stream) {
+  if (auto row = handed_on_row(y, stream)) {
+    return row;
+  }
   if (!is_pending(y) || y.is_tracer() || y.primitive().stream() != stream ||
       !has_holders(y, holders + static_cast<long>(y.siblings().size()))) {
     return std::nullopt;

@@ -36,6 +36,15 @@ class SummedProduct {
   virtual std::optional<Arrays> with_sum(const Arrays& inputs, const mx::array& residual, const mx::array& weight) = 0;
 };
 
+// A primitive whose first outputs are a sum, that times the weight of a norm in float32, and squares.
+class HandsRowOn {
+ public:
+  virtual ~HandsRowOn() = default;
+
+  // The weight among its inputs; null where it has no such outputs.
+  virtual const mx::array* weight_of_row(const Arrays& inputs) const = 0;
+};
+
 // Blocks of outputs that have a sum of squares.
 int square_blocks(int outputs);
 
@@ -44,6 +53,9 @@ int square_blocks(int outputs);
 // Nothing where y is another array, where the product is of several rows or has a format without such a kernel, or
 // where more than so many hold y, the sum not counted: for others who read it the norm is computed anyhow.
 std::optional<NormedRow> take_normed_row(const mx::array& y, long holders, mx::Stream stream);
+
+// The same of a norm whose row take_normed_row gave to another reader before: a norm may have several.
+std::optional<NormedRow> handed_on_row(const mx::array& y, mx::Stream stream);
 
 // The sum, that times the weight, and squares, in mx operations.
 Arrays compose_sum(const mx::array& product, const mx::array& residual, const mx::array& weight, mx::Stream stream);

@@ -171,6 +171,11 @@ bool multiplies_several(mx::Stream stream);
 // Whether two products of one row share a norm that lies between them (metal/matmul/normed_row.h).
 bool shares_norm(mx::Stream stream);
 
+// Whether so many outputs are those of a model's head, whose product is the last reader of a norm.
+constexpr bool is_head(int64_t outputs, int64_t columns) {
+  return outputs >= 24000 && outputs > 6 * columns;
+}
+
 // A launch of a kernel on them, but for its arguments.
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices);
 

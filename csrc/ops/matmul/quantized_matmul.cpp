@@ -509,6 +509,40 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
 
 namespace {
 
+// The product of a model's head with a norm that x is, which it takes in; nothing for any other.
+std::optional<mx::array> try_head(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                  const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                                  std::optional<int> bits, const std::string& mode,
+                                  const std::optional<mx::array>& bias, mx::StreamOrDevice where) {
+  const bool is_candidate = transpose && w.ndim() == 2 && x.ndim() > 0 && is_head(w.shape(0), x.shape(-1)) &&
+                            leading_size(x, 1) == 1 && is_pending(x);
+  if (!is_candidate) {
+    return std::nullopt;
+  }
+  Arrays matrix = {w, scales};
+  if (biases) {
+    matrix.push_back(*biases);
+  }
+  const auto added = bias ? std::optional(std::vector<mx::array>{*bias}) : std::nullopt;
+  auto products = try_products_of_norm(x, {matrix}, group_size, bits, mode, added, where);
+  return products ? std::optional(std::move(products->front())) : std::nullopt;
+}
+
+}  // namespace
+
+std::optional<mx::array> try_product_of_model(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                              const std::optional<mx::array>& biases, bool transpose,
+                                              std::optional<int> group_size, std::optional<int> bits,
+                                              const std::string& mode, const std::optional<mx::array>& bias,
+                                              mx::StreamOrDevice where) {
+  if (auto y = try_head(x, w, scales, biases, transpose, group_size, bits, mode, bias, where)) {
+    return y;
+  }
+  return try_quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, bias, where);
+}
+
+namespace {
+
 mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
                                  const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                                  std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
@@ -518,7 +552,8 @@ mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const m
     return quantized_matmul(rows, w, scales, biases, transpose, group_size, bits, mode, bias, where);
   };
   if (!exact) {
-    return product(x);
+    auto y = try_head(x, w, scales, biases, transpose, group_size, bits, mode, bias, where);
+    return y ? *std::move(y) : product(x);
   }
   check_affine(op, x, w, scales, biases, affine_format(op, group_size, bits, transpose, mode));
   if (w.ndim() != 2) {
@@ -537,7 +572,7 @@ std::optional<mx::array> try_by_rows(const mx::array& x, const mx::array& w, con
                                      const std::optional<mx::array>& biases, bool transpose,
                                      std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
                                      const std::optional<mx::array>& bias, mx::StreamOrDevice where) {
-  auto y = try_quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, bias, where);
+  auto y = try_product_of_model(x, w, scales, biases, transpose, group_size, bits, mode, bias, where);
   if (y || x.ndim() <= 2 || w.ndim() != 2 || has_strict_patch()) {
     return y;
   }

@@ -39,6 +39,13 @@ std::optional<std::vector<mx::array>> try_products_of_norm(const mx::array& x, c
                                                            const std::optional<std::vector<mx::array>>& bias,
                                                            mx::StreamOrDevice where);
 
+// try_quantized_matmul; the product of a model's head takes in the norm that x is.
+std::optional<mx::array> try_product_of_model(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                              const std::optional<mx::array>& biases, bool transpose,
+                                              std::optional<int> group_size, std::optional<int> bits,
+                                              const std::string& mode, const std::optional<mx::array>& bias,
+                                              mx::StreamOrDevice where);
+
 // The format of an array that is to be this op's: x by the transpose of one matrix, without a bias, not yet computed.
 // Its inputs are x and the triple. Nothing for any other array.
 std::optional<AffineFormat> pending_product(const mx::array& y);

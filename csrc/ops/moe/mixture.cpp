@@ -53,6 +53,7 @@ struct Parts {
   bool has_shared;
   bool has_bias;
   bool has_router_bias;
+  std::optional<NormOfRow> row = {};  // x is a norm, whose squares are an input
   bool has_norm = false;  // the last inputs are a residual and the weight of a norm
 
   bool operator==(const Parts&) const = default;
@@ -71,8 +72,14 @@ struct Parts {
   size_t router_bias() const {
     return bias(has_bias ? kBiases : 0);
   }
-  size_t residual() const {
+  size_t squares() const {
     return router_bias() + (has_router_bias ? 1 : 0);
+  }
+  size_t residual() const {
+    return squares() + (row ? 1 : 0);
+  }
+  mx::Dtype dtype(const Arrays& inputs) const {  // of the results
+    return row ? row->dtype : inputs[0].dtype();
   }
   uint32_t places() const {  // of a token
     return static_cast<uint32_t>(routing.k) + (has_shared ? 1 : 0);
@@ -83,7 +90,7 @@ struct Parts {
 // router's -> y [.., outputs], and what lies between the two launches: hidden [tokens, places, hidden], indices and
 // weights [tokens, chosen]. With a norm y is the sum of a token and the residual; the first outputs are those that
 // SummedProduct names.
-class Mixture : public KernelPrimitive, public SummedProduct {
+class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn {
  public:
   Mixture(mx::Stream stream, const Parts& parts) : KernelPrimitive(stream), parts_(parts) {}
 
@@ -121,6 +128,10 @@ class Mixture : public KernelPrimitive, public SummedProduct {
     return outputs_of(std::make_shared<Mixture>(stream(), parts), std::move(all));
   }
 
+  const mx::array* weight_of_row(const Arrays& inputs) const override {
+    return parts_.has_norm ? &inputs[parts_.residual() + 1] : nullptr;
+  }
+
   static Arrays outputs_of(const std::shared_ptr<Mixture>& primitive, Arrays inputs) {
     std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
     const std::vector<mx::Dtype> dtypes = primitive->output_dtypes(inputs);
@@ -135,7 +146,7 @@ class Mixture : public KernelPrimitive, public SummedProduct {
   mx::array of_parts(const Arrays& inputs) {
     const mx::Stream s = stream();
     const AffineFormat& format = parts_.format;
-    const mx::array& x = inputs[0];
+    const mx::array x = parts_.row ? compose_row({inputs[0], inputs[parts_.squares()]}, *parts_.row, s) : inputs[0];
     const auto router_bias = parts_.has_router_bias ? std::optional(inputs[parts_.router_bias()]) : std::nullopt;
     const auto choice = chosen_experts(inputs[Parts::logits], router_bias, parts_.routing, s);
     const mx::array indices = mx::stop_gradient(choice.first, s);
@@ -212,7 +223,9 @@ class Mixture : public KernelPrimitive, public SummedProduct {
     params.experts.offset = parts_.activation.offset;
     Launch first;
     first.file = file;
-    first.kernel = kernel_name(x.dtype(), "mixture_swiglu", format_name(parts_.format));
+    const mx::Dtype dtype = parts_.dtype(inputs);
+    first.kernel =
+        kernel_name(dtype, parts_.row ? "mixture_normed_swiglu" : "mixture_swiglu", format_name(parts_.format));
     share_out_chosen(first, sizes_of(params.experts.weights), kRowOutputs / 2, stream());
     first.input(x);
     for (int triple : {kGate, kUp, kSharedGate, kSharedUp}) {
@@ -226,12 +239,16 @@ class Mixture : public KernelPrimitive, public SummedProduct {
     // Behind what a sum has: hidden, indices and weights.
     const auto between = outputs.end() - 3;
     first.output(between[0]).output(between[1]).output(between[2]).params(params);
+    if (parts_.row) {
+      const mx::array& squares = inputs[parts_.squares()];
+      first.input(squares).params(norm_params(*parts_.row, squares));
+    }
 
     const MixtureParams sum_params = params_of(inputs, kDown, tokens);
     Launch second;
     second.file = file;
     second.kernel =
-        kernel_name(x.dtype(), parts_.has_norm ? "mixture_normed_sum" : "mixture_sum", format_name(parts_.format));
+        kernel_name(dtype, parts_.has_norm ? "mixture_normed_sum" : "mixture_sum", format_name(parts_.format));
     share_out_sums(second, sizes_of(sum_params.experts.weights), kRowOutputs, parts_.places(), stream());
     second.input(between[0]);
     for (int triple : {kDown, kSharedDown}) {
@@ -264,7 +281,7 @@ class Mixture : public KernelPrimitive, public SummedProduct {
 
  private:
   std::vector<mx::Dtype> output_dtypes(const Arrays& inputs) const {
-    const mx::Dtype dtype = inputs[0].dtype();
+    const mx::Dtype dtype = parts_.dtype(inputs);
     if (parts_.has_norm) {
       return {dtype, mx::float32, mx::float32, dtype, mx::uint32, dtype};
     }
@@ -484,6 +501,19 @@ bool goes_to_kernels(const Call& call, mx::Stream stream) {
          !prefer_mx_experts(experts_problem(op, x.dtype(), affine_number(parts.format), false, sizes), 0, stream);
 }
 
+// The call on kernels. If x is a norm whose row another product has taken in, this does too.
+mx::array launched(const Call& call, const mx::array& x, mx::Stream stream) {
+  Parts parts = call.parts;
+  Arrays inputs = call.inputs;
+  const bool may_take = inputs[0].id() == x.id() && shares_norm(stream);
+  if (const auto row = may_take ? handed_on_row(x, stream) : std::nullopt) {
+    parts.row = row->norm;
+    inputs[0] = row->scaled;
+    inputs.push_back(row->squares);
+  }
+  return Mixture::result_of(std::make_shared<Mixture>(stream, parts), std::move(inputs));
+}
+
 mx::array mixture(const mx::array& x, const mx::array& logits, int k, const Triple& gate, const Triple& up,
                   const Triple& down, const MaybeTriple& shared_gate, const MaybeTriple& shared_up,
                   const MaybeTriple& shared_down, const MaybeArray& shared_logits, std::optional<int> group_size,
@@ -496,8 +526,10 @@ mx::array mixture(const mx::array& x, const mx::array& logits, int k, const Trip
                             {gate, up, down, shared_gate, shared_up, shared_down, shared_logits, router_bias, bias},
                             group_size, bits, mode, activation, stream);
   check_base<Mixture>();
-  auto primitive = std::make_shared<Mixture>(stream, call.parts);
-  return goes_to_kernels(call, stream) ? Mixture::result_of(primitive, call.inputs) : primitive->of_parts(call.inputs);
+  if (goes_to_kernels(call, stream)) {
+    return launched(call, x, stream);
+  }
+  return std::make_shared<Mixture>(stream, call.parts)->of_parts(call.inputs);
 }
 
 // For the patch, which has its own parts: nothing where they are as good.
@@ -517,7 +549,7 @@ std::optional<mx::array> try_mixture(const mx::array& x, const mx::array& logits
   if (!is_one || !goes_to_kernels(call, stream)) {
     return std::nullopt;
   }
-  return Mixture::result_of(std::make_shared<Mixture>(stream, call.parts), call.inputs);
+  return launched(call, x, stream);
 }
 
 void bind(nb::module_& module) {
