@@ -324,14 +324,12 @@ std::optional<std::vector<Item>> packed_items(const mx::array& fresh, const Pack
   return std::vector<Item>{{words, mx::uint32}, {groups, fresh.dtype()}, {groups, fresh.dtype()}};
 }
 
-// mlx-lm's QuantizedKVCache.update_and_fetch where the keys have just been turned: a tuple of keys and of values, each
-// of words, scales and biases. None otherwise.
-nb::object try_quantized_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
-                                          const mx::array& new_values) {
-  static PyObject* const kind = name("QuantizedKVCache");
+// Puts new tokens from `first` on into a quantized cache, where the keys have just been turned: a tuple of keys and of
+// values up to the last of them, each of words, scales and biases. None otherwise.
+nb::object put_into_packed(const nb::object& cache, const mx::array& new_keys, const mx::array& new_values, int first) {
   static PyObject* const group_size = name("group_size");
   static PyObject* const bits = name("bits");
-  if (!is_cache(cache, kind) || !are_heads(new_keys, new_values)) {
+  if (!are_heads(new_keys, new_values)) {
     return nb::none();
   }
   const nb::object kept[] = {attribute(cache, buffer_names()[0]), attribute(cache, buffer_names()[1])};
@@ -351,7 +349,7 @@ nb::object try_quantized_update_and_fetch(const nb::object& cache, const mx::arr
     }
   }
   const Packing packing{attribute<int>(cache, group_size), attribute<int>(cache, bits)};
-  const int first = attribute<int>(cache, offset_name()), end = first + new_keys.shape(tokens_axis);
+  const int end = first + new_keys.shape(tokens_axis);
   const bool grows = is_empty || (buffers[0].ndim() == 4 && end > buffers[0].shape(tokens_axis));
   const Arrays made_of = buffers;
   if (grows) {
@@ -386,8 +384,28 @@ nb::object try_quantized_update_and_fetch(const nb::object& cache, const mx::arr
     const auto until = [&](size_t j) { return nb::cast(tokens_until(part(j), end)); };
     seen[i] = nb::make_tuple(until(0), until(1), until(2));
   }
-  nb::setattr(cache, nb::handle(offset_name()), nb::int_(end));
   return nb::make_tuple(seen[0], seen[1]);
+}
+
+// mlx-lm's QuantizedKVCache.update_and_fetch where the keys have just been turned.
+nb::object try_quantized_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                          const mx::array& new_values) {
+  static PyObject* const kind = name("QuantizedKVCache");
+  if (!is_cache(cache, kind)) {
+    return nb::none();
+  }
+  const int first = attribute<int>(cache, offset_name());
+  nb::object seen = put_into_packed(cache, new_keys, new_values, first);
+  if (!seen.is_none()) {
+    nb::setattr(cache, nb::handle(offset_name()), nb::int_(first + new_keys.shape(tokens_axis)));
+  }
+  return seen;
+}
+
+// The append to a batch of packed rows, whose next token goes to `_idx`.
+nb::object try_append_packed(const nb::object& cache, const mx::array& new_keys, const mx::array& new_values) {
+  static PyObject* const index_name = name("_idx");
+  return put_into_packed(cache, new_keys, new_values, attribute<int>(cache, index_name));
 }
 
 // A rotating cache: it keeps the first `kept` tokens, and as many of the last as `most` leaves room for.
@@ -707,6 +725,7 @@ void bind(nb::module_& module) {
              "keys"_a, "values"_a);
   module.def("try_quantized_update_and_fetch", &with_keys_alike<try_quantized_update_and_fetch>, "cache"_a, "keys"_a,
              "values"_a);
+  module.def("try_append_packed", &with_keys_alike<try_append_packed>, "cache"_a, "keys"_a, "values"_a);
   module.def(
       "append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
       "Puts new tokens into the buffers of keys and values from `first` on. Both up to the last of them; none if "

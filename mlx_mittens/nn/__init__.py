@@ -1,6 +1,16 @@
 """Drop-in modules: those of ``mlx.nn``, on our ops, for a model of one's own or in the place of a model's."""
 
+from ..patching.batch_caches import BatchQuantizedKVCache
 from .convert import convert
 from .modules import Embedding, LayerNorm, Linear, QuantizedEmbedding, QuantizedLinear, RMSNorm
 
-__all__ = ["Embedding", "LayerNorm", "Linear", "QuantizedEmbedding", "QuantizedLinear", "RMSNorm", "convert"]
+__all__ = [
+    "BatchQuantizedKVCache",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "QuantizedEmbedding",
+    "QuantizedLinear",
+    "RMSNorm",
+    "convert",
+]

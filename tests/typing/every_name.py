@@ -106,6 +106,7 @@ def modules(x: mx.array, model: nn.Module) -> None:
     assert_type(mm.nn.QuantizedLinear(64, 8)(x), mx.array)
     assert_type(mm.nn.Embedding(8, 8).as_linear(x), mx.array)
     assert_type(mm.nn.QuantizedEmbedding(8, 64).as_linear(x), mx.array)
+    assert_type(mm.nn.BatchQuantizedKVCache([0]).update_and_fetch(x, x), tuple[Packed, Packed])
 
 
 def simulated(x: mx.array, call: Callable[[], Any]) -> None:
