@@ -62,12 +62,14 @@ class Server:
         patched: Whether it runs as ``mlx-mittens run mlx_lm.server``.
         log: A file for what it prints.
         exact: Whether it runs with ``--exact``, where it is patched.
+        options: More words of the server's command line.
     """
 
-    def __init__(self, folder: Path, patched: bool, log: Path, exact: bool = False):
+    def __init__(self, folder: Path, patched: bool, log: Path, exact: bool = False, options: Sequence[str] = ()):
         self._log = log
         words = ["run", *(["--exact"] if exact else []), "mlx_lm.server"] if patched else []
         self._command = [sys.executable, "-c", _PATCHED if patched else _PLAIN, *words, "--model", str(folder)]
+        self._command += options
 
     def __enter__(self) -> Server:
         with socket.socket() as unused:

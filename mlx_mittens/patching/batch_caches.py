@@ -253,4 +253,4 @@ class BatchQuantizedKVCache:
     @property
     def nbytes(self) -> int:
         """Of the buffers."""
-        return tree_reduce(lambda total, a: total + a.nbytes, (self.keys, self.values), 0)
+        return 0 if self.keys is None else tree_reduce(lambda total, a: total + a.nbytes, (self.keys, self.values), 0)

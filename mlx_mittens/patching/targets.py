@@ -15,8 +15,7 @@ import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 
 from .. import _ext
-from . import attention_layers, feed_forward, recurrent_layers, routers
-from .batch_caches import BatchQuantizedKVCache
+from . import attention_layers, feed_forward, quantized_batches, recurrent_layers, routers
 from .digests import digest, digest_in
 
 __all__ = [
@@ -147,19 +146,6 @@ def _rotating_mask(cache: Any, N: int, window_size: int | None = None, return_ar
     dropped = max(cache._idx - cache.max_size + int(N > 1), 0)
     padding = cache.left_padding - dropped if dropped else cache.left_padding
     return _causal_mask(N, min(cache.max_size - 1, cache._offset), window_size or cache.max_size, None, padding)
-
-
-def _merge_caches(caches: list[list[Any]]) -> list[Any] | None:
-    """The caches of several requests as one a layer, where some are quantized, which mlx-lm does not merge."""
-    if not caches:
-        return None
-    quantized = sys.modules["mlx_lm.models.cache"].QuantizedKVCache
-    layers = list(zip(*caches))
-    if not any(type(cache) is quantized for layer in layers for cache in layer):
-        return None
-    if not all(type(cache) is quantized or hasattr(cache, "merge") for layer in layers for cache in layer):
-        return None
-    return [(BatchQuantizedKVCache if type(layer[0]) is quantized else layer[0]).merge(list(layer)) for layer in layers]
 
 
 def _wide(state: mx.array | None) -> mx.array | None:
@@ -485,10 +471,34 @@ TARGETS = [
         "cache",
         "mlx_lm.generate",
         "_merge_caches",
-        _merge_caches,
+        quantized_batches.merge_caches,
         ("caches",),
         optional=True,
         partial=True,  # caches that are not quantized
+    ),
+    Target(
+        "cache",
+        "cache",
+        "mlx_lm.generate",
+        "BatchGenerator.insert_segments",
+        quantized_batches.quantize_new,
+        (
+            *("self", "segments", "max_tokens", "caches", "all_tokens", "samplers", "logits_processors"),
+            "stop_sequences",
+        ),
+        optional=True,
+        partial=True,  # it goes on with the caches that it was given
+    ),
+    Target(
+        "cache",
+        "cache",
+        "mlx_lm.server",
+        "ResponseGenerator._is_batchable",
+        quantized_batches.is_batchable,
+        ("self", "args"),
+        optional=True,
+        partial=True,  # requests whose caches are not quantized
+        text="1f19620c63e3a6f4",
     ),
     Target(
         "cache",

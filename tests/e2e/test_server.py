@@ -16,6 +16,16 @@ def test_eight_requests_at_once(trained, tmp_path):
     assert together.tokens_per_s > 0
 
 
+def test_requests_with_quantized_caches(trained, tmp_path):
+    """At once in a batch, and one by one."""
+    options = ["--kv-bits", "8", "--quantized-kv-start", "0"]
+    with Server(trained / "4bit", True, tmp_path / "ours.log", options=options) as server:
+        together, alone = (server.answers(PROMPTS, 24, at_once) for at_once in (8, 1))
+    with Server(trained / "4bit", False, tmp_path / "theirs.log", options=options) as server:
+        theirs = server.answers(PROMPTS, 24, 8)
+    assert together.texts == alone.texts == theirs.texts and all(together.texts)
+
+
 def test_a_model_that_is_not_there(tmp_path):
     with Server(tmp_path / "nowhere", False, tmp_path / "log") as server, pytest.raises(ServerError, match="404"):
         server.answers(PROMPTS[:1], 1, 1)

@@ -1,6 +1,7 @@
 """mm.nn.BatchQuantizedKVCache: each row holds, bit for bit, what mlx-lm's QuantizedKVCache of this request holds."""
 
 import sys
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -54,7 +55,7 @@ def assert_holds(batch, caches):
 def test_merged_and_appended(rng, native, bits, group_size, lengths):
     caches = filled(rng, lengths, bits, group_size)
     batch = mm.nn.BatchQuantizedKVCache.merge(caches)
-    assert batch.empty() == (max(lengths) == 0) and batch.size() == max(lengths)
+    assert batch.empty() == (max(lengths) == 0) == (batch.nbytes == 0) and batch.size() == max(lengths)
     assert_holds(batch, caches)
     for tokens in (1, 3, 1):
         keys, values = draw(rng, len(lengths), tokens)
@@ -207,3 +208,61 @@ def test_a_token_of_every_row_is_appended_in_one_launch(rng, native):
         kernels = [launch["kernel"] for launch in _ext.simulator_record(True)]
         _ext.simulator_record(False)
     assert len(kernels) == 1 and kernels[0].startswith("quantized_rope_append"), kernels
+
+
+def _server(model, **options):
+    """What mlx-lm's server asks of itself whether a request can join a batch."""
+    arguments = {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0, **options}
+    return SimpleNamespace(
+        cli_args=SimpleNamespace(**arguments), model_provider=SimpleNamespace(is_batchable=True, model=model)
+    )
+
+
+def test_the_server_batches_quantized_requests(rng, native):
+    from mlx_lm.server import ResponseGenerator
+
+    model = tiny.build("llama-3.2-1b", mx.float32)
+    prompts = [rng.integers(1, 60, n).tolist() for n in (9, 1, 23)]
+    request = SimpleNamespace(seed=None)
+    assert not ResponseGenerator._is_batchable(_server(model), request)
+    with mm.patched():
+        assert ResponseGenerator._is_batchable(_server(model), request)
+        generator = BatchGenerator(model, stop_tokens=[])
+        for prompt in prompts:  # as the server does
+            generator.insert_segments([[prompt]], [12], caches=[None])
+        generator.next()
+        kinds = {type(cache).__name__ for batch in (generator._prompt_batch, generator._generation_batch)
+                 for cache in batch.prompt_cache}  # fmt: skip
+        assert kinds == {"BatchQuantizedKVCache"}
+        generator.close()
+        # A request of half a cache joins quantized ones.
+        merged = sys.modules["mlx_lm.generate"]._merge_caches([[KVCache()], filled(rng, (3,), 4)])
+        assert merged[0].bits == 4 and merged[0].offset.tolist() == [0, 3]
+        # None is quantized that nobody asks for.
+        assert ResponseGenerator._is_batchable(_server(model, kv_bits=None), request)
+        caches = [None]
+        generator = BatchGenerator(model, stop_tokens=[])
+        generator.insert_segments([[prompts[0]]], [1], caches=caches)
+        assert caches == [None]
+        generator.close()
+
+
+@pytest.mark.parametrize(
+    "options, seed", [({"quantized_kv_start": 5000}, None), ({}, 3), ({"kv_group_size": 128}, None)]
+)
+def test_requests_that_the_server_serves_alone(native, options, seed):
+    from mlx_lm.server import ResponseGenerator
+
+    model = tiny.build("llama-3.2-1b", mx.float32)  # heads of 64, which 128 does not divide
+    with mm.patched():
+        assert not ResponseGenerator._is_batchable(_server(model, **options), SimpleNamespace(seed=seed))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3-1b", "mamba2-2.7b"])
+def test_models_that_take_no_quantized_cache(native, name):
+    """Attention sinks and rotating caches, and a model without keys."""
+    from mlx_lm.server import ResponseGenerator
+
+    with mm.patched():
+        server = _server(tiny.build(name, mx.float32))
+        assert not ResponseGenerator._is_batchable(server, SimpleNamespace(seed=None))

@@ -1,0 +1,104 @@
+"""mlx-lm's batches of requests whose caches are quantized: its server serves such requests one by one.
+
+A function here stands before one of mlx-lm's, and gives None where that is to be called.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import mlx.core as mx
+
+from .batch_caches import BatchQuantizedKVCache
+
+__all__ = ["is_batchable", "merge_caches", "quantize_new"]
+
+# Of the server's thread: `format`, group size and bits of the caches that it wants, and `known`, what was last found of
+# a model.
+_server = threading.local()
+
+
+def _caches() -> Any:
+    return sys.modules["mlx_lm.models.cache"]
+
+
+def _new_caches(model: Any, group_size: int, bits: int) -> list[Any]:
+    """The caches of a request, quantized where they are plain."""
+    caches = _caches()
+    return [
+        caches.QuantizedKVCache(group_size, bits) if type(cache) is caches.KVCache else cache
+        for cache in caches.make_prompt_cache(model)
+    ]
+
+
+def _finds_out(model: Any, group_size: int, bits: int) -> bool:
+    quantized = _caches().QuantizedKVCache
+    caches = _new_caches(model, group_size, bits)
+    others = [cache for cache in caches if type(cache) is not quantized]
+    if len(others) == len(caches) or not all(hasattr(cache, "merge") for cache in others):
+        return False
+    if any(hasattr(cache, "to_quantized") for cache in others):  # rotating ones, which mlx-lm does not quantize
+        return False
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=merge_caches([caches]))
+    except Exception:  # whatever the model says of a quantized cache, such as of one with attention sinks
+        return False
+    return True
+
+
+def _takes_quantized(model: Any, group_size: int, bits: int) -> bool:
+    """Whether a batch of a model may have quantized caches: a graph of one token is made of them, and not evaluated."""
+    known = getattr(_server, "known", None)
+    if known is None or known[0] is not model or known[1] != (group_size, bits):
+        _server.known = known = model, (group_size, bits), _finds_out(model, group_size, bits)
+    return bool(known[2])
+
+
+def is_batchable(server: Any, args: Any) -> bool | None:
+    """mlx_lm.server.ResponseGenerator._is_batchable: also requests with caches that are quantized from the start."""
+    options, provider = server.cli_args, server.model_provider
+    _server.format = None
+    if options.kv_bits is None or options.quantized_kv_start > 0 or args.seed is not None:
+        return None
+    if not provider.is_batchable or not _takes_quantized(provider.model, options.kv_group_size, options.kv_bits):
+        return None
+    _server.format = options.kv_group_size, options.kv_bits
+    return True
+
+
+def quantize_new(
+    generator: Any, segments: Any, max_tokens: Any = None, caches: list[Any] | None = None, *rest: Any, **options: Any
+) -> None:
+    """mlx_lm.generate.BatchGenerator.insert_segments: puts quantized caches where the server has none for a request."""
+    wanted = getattr(_server, "format", None)
+    if wanted is None or not isinstance(caches, list) or not _takes_quantized(generator.model, *wanted):
+        return
+    for i, cache in enumerate(caches):
+        if cache is None:
+            caches[i] = _new_caches(generator.model, *wanted)
+
+
+def merge_caches(caches: list[list[Any]]) -> list[Any] | None:
+    """mlx_lm.generate._merge_caches: the caches of several requests as one a layer, where some are quantized."""
+    if not caches:
+        return None
+    module = _caches()
+    layers = list(zip(*caches))
+    if not any(type(cache) is module.QuantizedKVCache for layer in layers for cache in layer):
+        return None
+    merged = []
+    for layer in layers:
+        first = next((cache for cache in layer if type(cache) is module.QuantizedKVCache), None)
+        if first is not None:
+            alike = [
+                cache.to_quantized(first.group_size, first.bits) if type(cache) is module.KVCache else cache
+                for cache in layer
+            ]
+            merged.append(BatchQuantizedKVCache.merge(alike))
+        elif all(hasattr(cache, "merge") for cache in layer):
+            merged.append(layer[0].merge(list(layer)))
+        else:
+            return None  # mlx-lm says which
+    return merged
