@@ -17,7 +17,7 @@ from .. import _ext
 from .digests import digest
 from .linears import products
 
-__all__ = ["gemma3_attention", "gpt_oss_attention", "qwen3_next_attention"]
+__all__ = ["gemma3_attention", "gpt_oss_attention", "latent_attention", "longcat_attention", "qwen3_next_attention"]
 
 _YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
 
@@ -39,6 +39,46 @@ def _attend(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **o
     keys, values = cache.update_and_fetch(keys, values)
     attention = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
     return cast(mx.array, attention(queries, keys, values, cache=cache, **options))
+
+
+def _latent(
+    layer: Any, x: mx.array, cache: Any, heads: int, query_scale: float | None, latent_scale: float | None
+) -> mx.array:
+    """A token's attention over latents, whose heads of keys and values are one, where nothing is masked."""
+    first = "q_proj" if layer.q_lora_rank is None else "q_a_proj"
+    queries, latent = products(x, [layer[first], layer["kv_a_proj_with_mqa"]], alone=True)
+    if layer.q_lora_rank is not None:
+        queries = layer["q_b_proj"](layer["q_a_layernorm"](queries))
+    queries = _heads(queries, heads)
+    if query_scale is not None:
+        queries = queries * query_scale
+    queries, turned = mx.split(queries, [layer.qk_nope_head_dim], axis=-1)
+    latent, key = mx.split(latent, [layer.kv_lora_rank], axis=-1)
+    latent = layer["kv_a_layernorm"](latent)
+    if latent_scale is not None:
+        latent = latent * latent_scale
+    turned, key = (layer.rope(part, cache.offset) for part in (turned, _heads(key, 1)))
+    latent, keys = cache.update_and_fetch(mx.expand_dims(latent, axis=1), key)
+    scores = (turned * layer.scale) @ keys.swapaxes(-1, -2)
+    attention = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
+    output = attention(layer["embed_q"](queries), latent, latent, cache=cache, scale=layer.scale, mask=scores)
+    output = layer["unembed_out"](output).transpose(0, 2, 1, 3).reshape(1, 1, -1)
+    return cast(mx.array, layer["o_proj"](output))
+
+
+def latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.deepseek_v3.DeepseekV3Attention, and what is built like it."""
+    if mask is not None or not _is_token(x, cache):
+        return None
+    return _latent(layer, x, cache, layer.num_heads, None, None)
+
+
+def longcat_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.longcat_flash.LongcatFlashMLA, which scales queries and latents."""
+    if mask is not None or not _is_token(x, cache):
+        return None
+    scales = layer.mla_scale_q_lora, layer.mla_scale_kv_lora
+    return _latent(layer, x, cache, layer.num_attention_heads, *scales)
 
 
 def qwen3_next_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

@@ -761,6 +761,18 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("gemma3_text.Attention",),
     ),
     (
+        attention_layers.latent_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "ce254d7b6c0cc43b",
+        ("deepseek_v3.DeepseekV3Attention", "glm4_moe_lite.Glm4MoeLiteAttention"),
+    ),
+    (
+        attention_layers.longcat_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "552eb8266e484353",
+        ("longcat_flash.LongcatFlashMLA",),
+    ),
+    (
         attention_layers.gpt_oss_attention,
         ("cache", "scaled_dot_product_attention"),
         "666f870329209924",

@@ -69,3 +69,34 @@ def test_models_with_latent_attention(name, native, lenient, whole_heads):
     np.testing.assert_allclose(ours, theirs, atol=LAYERS * np.abs(theirs).max())
     latent = sum("self_attn" in layer and "kv_a_proj_with_mqa" in layer.self_attn for layer in model.layers)
     assert latent > 0 and tiny.kernels("scaled_dot_product_attention") >= 5 * latent
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "kimi_k25", "longcat_flash"])
+def test_projections_of_a_token_are_one_product(name, lenient):
+    """Of queries and latents, which read one norm; the tokens are mlx-lm's."""
+    model, logits = MODELS["build"](name, mx.float32), []
+    for is_patched in (False, True):
+        cache = make_prompt_cache(model)
+        with mm.patched() if is_patched else contextlib.nullcontext():
+            mx.eval(model(mx.array([[1, 2, 3, 4, 5]]), cache=cache))
+            with mm.simulator.enabled(gpu="m2-max") if is_patched else contextlib.nullcontext():
+                mm.stats(reset=True)
+                steps = [model(mx.array([[token]]), cache=cache) for token in (7, 8)]
+                mx.eval(steps)
+                logits.append(np.concatenate([np.array(y[0], np.float32) for y in steps]))
+    theirs, ours = logits
+    np.testing.assert_allclose(ours, theirs, atol=LAYERS * np.abs(theirs).max())
+    attentions = len(cache) if name != "longcat_flash" else 2 * len(model.layers)
+    assert tiny.kernels("quantized_matmuls") == 2 * attentions
+
+
+def test_a_masked_token_of_latent_attention_is_mlx_lms(native, lenient):
+    model, results = MODELS["build"]("deepseek_v3", mx.float32), []
+    x = mx.random.normal((1, 1, model.args.hidden_size), key=mx.random.key(3))
+    for context in (contextlib.nullcontext, mm.patched):
+        cache = make_prompt_cache(model)[0]
+        with context():
+            layer = model.layers[0].self_attn
+            mx.eval(layer(mx.concatenate([x] * 4, 1) + mx.arange(4)[:, None], None, cache))
+            results.append(np.array(layer(x, mx.array([[False, True, True, False, True]]), cache)))
+    np.testing.assert_allclose(results[1], results[0], atol=LAYERS * np.abs(results[0]).max())
