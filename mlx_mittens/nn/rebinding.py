@@ -19,6 +19,7 @@ import mlx.nn as nn
 
 from .. import _ext
 from ..ops.attention import quantized_scaled_dot_product_attention
+from ..patching import attention_layers
 from ..patching.targets import TARGETS, Target
 from .modules import Linear, QuantizedLinear
 
@@ -29,6 +30,8 @@ _MODELS = "mlx_lm."
 _CALLS = {"cache", "softcap", "linear"}
 # Calls that stand before a class's own, which finds our functions where they leave it to that.
 _LAYERS = {"recurrence"}
+# Attention layers that stand before a class's own call likewise: there is no fusion of theirs in `nn`.
+_ATTENTIONS = (attention_layers.latent_attention, attention_layers.longcat_attention)
 
 
 def plain(function: Any) -> Any:
@@ -115,6 +118,9 @@ class _Rebinding:
             owner: target
             for target, owner, leaf in _ready(is_of_class=True)
             if leaf == "__call__" and target.switch in _LAYERS
+        }
+        self.attentions = {
+            owner: target for target, owner, _ in _ready(is_of_class=True) if target.attempt in _ATTENTIONS
         }
         self.functions: dict[types.FunctionType, types.FunctionType] = {}
 
@@ -217,8 +223,9 @@ def _seen(cache: Any) -> Any:
     return _Appending(cache) if is_appended_to(cache) else cache
 
 
-def _appending(call: types.FunctionType) -> Callable[..., Any]:
-    """A call whose cache appends by our kernels."""
+def _appending(call: types.FunctionType, target: Target | None = None) -> Callable[..., Any]:
+    """A call whose cache appends by our kernels; a target's attempt is asked first."""
+    ours = call if target is None else _before(call, target)
     place = list(inspect.signature(call).parameters).index("cache") - 1
 
     def appending(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +233,7 @@ def _appending(call: types.FunctionType) -> Callable[..., Any]:
             args = (*args[:place], _seen(args[place]), *args[place + 1 :])
         elif "cache" in kwargs:
             kwargs["cache"] = _seen(kwargs["cache"])
-        return call(self, *args, **kwargs)
+        return ours(self, *args, **kwargs)
 
     functools.update_wrapper(appending, call)
     appending.rebound = call  # type: ignore[attr-defined]  # what reads the call of a module reads this one
@@ -252,7 +259,7 @@ def _rebound_class(base: type, rebinding: _Rebinding) -> type | None:
     elif base in rebinding.layers:
         methods["__call__"] = _before(call, rebinding.layers[base])
     elif isinstance(call, types.FunctionType) and _is_of_models(call) and _appends_in(call):
-        methods["__call__"] = _appending(call)
+        methods["__call__"] = _appending(call, rebinding.attentions.get(base))
     # What such a class asks its base for is ours too.
     twins = [twin for twin in (Linear, QuantizedLinear) if issubclass(base, _base_of(twin))]
     if not methods and not twins:

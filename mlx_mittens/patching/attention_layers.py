@@ -35,10 +35,19 @@ def _heads(x: mx.array, heads: int) -> mx.array:
     return x.reshape(1, 1, heads, -1).transpose(0, 2, 1, 3)
 
 
+def _attention() -> Any:
+    """What attends: mlx-lm's function, which the patch has taken the place of, or ours in a converted model."""
+    function = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
+    if isinstance(mx.fast.scaled_dot_product_attention, _ext.FunctionWrapper):
+        return function
+    from ..nn.rebinding import attend
+
+    return attend
+
+
 def _attend(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any) -> mx.array:
     keys, values = cache.update_and_fetch(keys, values)
-    attention = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
-    return cast(mx.array, attention(queries, keys, values, cache=cache, **options))
+    return cast(mx.array, _attention()(queries, keys, values, cache=cache, **options))
 
 
 def _latent(
@@ -60,8 +69,8 @@ def _latent(
     turned, key = (layer.rope(part, cache.offset) for part in (turned, _heads(key, 1)))
     latent, keys = cache.update_and_fetch(mx.expand_dims(latent, axis=1), key)
     scores = (turned * layer.scale) @ keys.swapaxes(-1, -2)
-    attention = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
-    output = attention(layer["embed_q"](queries), latent, latent, cache=cache, scale=layer.scale, mask=scores)
+    options = {"cache": cache, "scale": layer.scale, "mask": scores}
+    output = _attention()(layer["embed_q"](queries), latent, latent, **options)
     output = layer["unembed_out"](output).transpose(0, 2, 1, 3).reshape(1, 1, -1)
     return cast(mx.array, layer["o_proj"](output))
 

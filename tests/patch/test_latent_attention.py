@@ -71,15 +71,18 @@ def test_models_with_latent_attention(name, native, lenient, whole_heads):
     assert latent > 0 and tiny.kernels("scaled_dot_product_attention") >= 5 * latent
 
 
+@pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "kimi_k25", "longcat_flash"])
-def test_projections_of_a_token_are_one_product(name, lenient):
+def test_projections_of_a_token_are_one_product(name, converts, lenient):
     """Of queries and latents, which read one norm; the tokens are mlx-lm's."""
     model, logits = MODELS["build"](name, mx.float32), []
-    for is_patched in (False, True):
+    for is_ours in (False, True):
+        if is_ours and converts:
+            mm.nn.convert(model)
         cache = make_prompt_cache(model)
-        with mm.patched() if is_patched else contextlib.nullcontext():
+        with mm.patched() if is_ours and not converts else contextlib.nullcontext():
             mx.eval(model(mx.array([[1, 2, 3, 4, 5]]), cache=cache))
-            with mm.simulator.enabled(gpu="m2-max") if is_patched else contextlib.nullcontext():
+            with mm.simulator.enabled(gpu="m2-max") if is_ours else contextlib.nullcontext():
                 mm.stats(reset=True)
                 steps = [model(mx.array([[token]]), cache=cache) for token in (7, 8)]
                 mx.eval(steps)
@@ -87,7 +90,8 @@ def test_projections_of_a_token_are_one_product(name, lenient):
     theirs, ours = logits
     np.testing.assert_allclose(ours, theirs, atol=LAYERS * np.abs(theirs).max())
     attentions = len(cache) if name != "longcat_flash" else 2 * len(model.layers)
-    assert tiny.kernels("quantized_matmuls") == 2 * attentions
+    counts = {op: sum(count["kernels"].values()) for op, count in mm.stats(reset=True).items()}
+    assert counts["quantized_matmuls"] == counts["scaled_dot_product_attention"] == 2 * attentions
 
 
 def test_a_masked_token_of_latent_attention_is_mlx_lms(native, lenient):
