@@ -109,7 +109,8 @@ _PLACES = (
         ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan.cpp",),
         ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "apple/qvm_tiles.metal",
          "splitk_reduce.metal"),
-        ("quantized_matmul.cpp", "integer_matmul.cpp", "integer_panel_matmul.cpp"),
+        ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
+         "integer_panel_matmul.cpp"),
         ("test_quantized_matmul.py", "test_integer_products.py", "test_qmv_mma.py", "test_product_traffic.py"),
         ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
     ),
@@ -125,7 +126,8 @@ _PLACES = (
     Place(
         ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",),
         ("quantized_swiglu.metal", "apple/swiglu_tiles.metal"),
-        ("quantized_matmul.cpp", "integer_matmul.cpp", "integer_panel_matmul.cpp"), ("test_quantized_swiglu.py",),
+        ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
+         "integer_panel_matmul.cpp"), ("test_quantized_swiglu.py",),
         ("nvidia/quantized_swiglu.metal", "nvidia/quantized_swiglu_mma.metal"),
     ),
     Place(

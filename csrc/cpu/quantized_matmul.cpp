@@ -15,9 +15,6 @@ MITTENS_INTEGER_VERSIONS(integer_panel_matmul)
 
 namespace {
 
-// Float32 products with integers of 4 and 8 bits: their sums do not depend on the number of rows up to these.
-constexpr size_t alike_rows = 4;
-
 // The arguments of either op; up and activation: quantized_swiglu's, or nullptr.
 struct Product {
   Type type;
@@ -51,27 +48,13 @@ bool is_of_4_or_8_bits(const QuantizedWeights& w) {
   return w.mode == QuantizedMode::affine && (w.bits == 4 || w.bits == 8) && w.transpose;
 }
 
-void multiply_floats(const Product& p) {
+void multiply_in_float32(const Product& p) {
   if (p.activation) {
     quantized_swiglu_versions[isa_index()](p.type, *p.activation, p.w, p.up, p.x, p.y, p.matrices, p.rows, p.columns,
                                            p.outputs, p.mode);
   } else {
     quantized_matmul_versions[isa_index()](p.type, p.w, p.x, p.bias, p.y, p.matrices, p.rows, p.columns, p.outputs,
                                            p.mode);
-  }
-}
-
-void multiply_in_float32(const Product& product) {
-  const bool in_parts = product.mode.exact && product.type == Type::float32 && product.matrices == 1 &&
-                        product.rows <= most_exact_rows && is_of_4_or_8_bits(*product.w);
-  if (!in_parts) {
-    multiply_floats(product);
-    return;
-  }
-  for (size_t row = 0; row < product.rows; row += alike_rows) {
-    Product part = product.part(0, row, std::min(alike_rows, product.rows - row));
-    part.mode.exact = false;
-    multiply_floats(part);
   }
 }
 

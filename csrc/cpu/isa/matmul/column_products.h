@@ -187,13 +187,12 @@ class ColumnProducts {
   size_t outputs_;
 };
 
-// For each of the matrices, x [matrices, rows, columns] times its source.
+// For each of the matrices, x times its source.
 //   source_of(matrix)
-//   finish(row, n, size, sums)   takes the sums of outputs [n, n + size) of a row of x
-template <typename Source, typename T, typename SourceOf, typename Finish>
-void column_products(const SourceOf& source_of, const T* x, size_t matrices, size_t rows, size_t columns,
-                     size_t outputs, const Finish& finish) {
+template <typename Source, typename SourceOf>
+void column_products(const SourceOf& source_of, const ProductCall& call) {
   using Products = ColumnProducts<Source>;
+  const size_t rows = call.rows, columns = call.columns, outputs = call.outputs;
   const size_t steps = ceil_divide(outputs, Source::step);
 
   auto direct = [&](const float* widened, size_t matrix, size_t count, size_t row, size_t size) {
@@ -224,7 +223,7 @@ void column_products(const SourceOf& source_of, const T* x, size_t matrices, siz
     for (size_t i = 0; i < count * size; ++i) {
       const size_t part = i / size, m = i % size;
       Products::in_order(sums.data() + part * splits * apart + m * stride, splits, apart, outputs, memory.data());
-      finish((matrix + part) * rows + row + m, 0, outputs, memory.data());
+      call.finish((matrix + part) * rows + row + m, 0, outputs, memory.data(), nullptr);
     }
   };
 
@@ -242,20 +241,21 @@ void column_products(const SourceOf& source_of, const T* x, size_t matrices, siz
         const size_t block = smaller(Products::panel_outputs, outputs - n);
         for (size_t m = 0; m < size; ++m) {
           Products::in_order(sums + m * Products::panel_outputs, 1, 0, block, ordered);
-          finish((matrix + part) * rows + row + m, n, block, ordered);
+          call.finish((matrix + part) * rows + row + m, n, block, ordered, nullptr);
         }
       }
     });
   };
 
   const size_t together = larger(batch_rows / rows, 1);
-  for (size_t matrix = 0; matrix < matrices; matrix += together) {
+  for (size_t matrix = 0; matrix < call.matrices; matrix += together) {
     each_part(rows, batch_rows, [&](size_t row, size_t size) {
-      const size_t count = smaller(together, matrices - matrix);
+      const size_t count = smaller(together, call.matrices - matrix);
       const Scratch widened(count * size * columns);
       parallel_for(count * size, ceil_divide(16384, columns), [&](size_t begin, size_t end) {
-        widen_row(x + (matrix * rows + row + begin) * columns, widened.data() + begin * columns,
-                  (end - begin) * columns);
+        call.with_x<Source>(matrix * rows + row + begin, [&](const auto* x) {
+          widen_row(x, widened.data() + begin * columns, (end - begin) * columns);
+        });
       });
       if (size <= most_direct_columns_rows) {
         direct(widened.data(), matrix, count, row, size);

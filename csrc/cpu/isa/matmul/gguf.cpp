@@ -204,21 +204,17 @@ MITTENS_INLINE void quantize_floats(const Float (&values)[vectors], uint8_t* blo
 
 void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
                   size_t rows, size_t columns, size_t outputs) {
-  const auto multiply = [&](auto t, const auto& source) {
-    using T = decltype(t);
+  const ProductCall call{type, nullptr, x, bias, y, 1, rows, columns, outputs, false};
+  auto multiply = [&](const auto& source) {
     using Source = std::remove_cvref_t<decltype(source)>;
-    row_products<Source, 1>([&](size_t, int) { return source; }, (const T*)x, 1, rows, columns, outputs,
-                            [&](size_t row, size_t n, size_t size, const float* sums, const float*) {
-                              round_row((T*)y + row * outputs + n, sums, bias ? (const T*)bias + n : nullptr, size);
-                            });
+    row_products<Source>([&](size_t, size_t) { return source; }, call);
   };
-  if (has_source(kind)) {
-    with_kinds<BlockKind::q4_0, BlockKind::q8_0>(type, kind, [&](auto t, auto kind) {
-      constexpr BlockKind value = decltype(kind)::value;
-      multiply(t, Blocks<value>{blocks, columns / block_weights(value)});
-    });
+  if (kind == BlockKind::q4_0) {
+    multiply(Blocks<BlockKind::q4_0>{blocks, columns / block_weights(kind)});
+  } else if (kind == BlockKind::q8_0) {
+    multiply(Blocks<BlockKind::q8_0>{blocks, columns / block_weights(kind)});
   } else {
-    with_type(type, [&](auto t) { multiply(t, unpacked_from(kind, blocks, columns)); });
+    multiply(unpacked_from(kind, blocks, columns));
   }
 }
 

@@ -12,47 +12,11 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-struct IntegerCall {
-  Type type;
-  const Activation* activation;
+struct IntegerCall : ProductCall {
   const QuantizedWeights* w;
-  const QuantizedWeights* up;
-  const void* x;
-  const void* bias;
-  void* y;
-  size_t rows;  // of each matrix
-  size_t columns;
-  size_t outputs;
-  bool* taken;
+  const QuantizedWeights* up;  // with an activation
+  bool* taken;  // [matrices, rows]
 };
-
-// Element i of an array of a call's type.
-template <typename Pointer>
-MITTENS_INLINE Pointer element_of(Pointer p, Type type, size_t i) {
-  return (Pointer)((uintptr_t)p + i * (type == Type::float32 ? 4 : 2));
-}
-
-// Whether integers stand for a row of x, which are written to y.
-template <typename Source, typename X>
-bool fill_row(const Source& source, Type type, const void* x, size_t columns, float* y) {
-  bool stands = false;
-  with_type(type, [&](auto t) { stands = X::fill(source, static_cast<const decltype(t)*>(x), columns, y); });
-  return stands;
-}
-
-// `size` outputs of a row from output n on.
-inline void finish_row(const IntegerCall& call, size_t row, size_t n, size_t size, const float* sums,
-                       const float* ups) {
-  with_type(call.type, [&](auto t) {
-    using T = decltype(t);
-    T* to = static_cast<T*>(call.y) + row * call.outputs + n;
-    if (call.activation) {
-      gate_row(to, sums, ups, *call.activation, size);
-    } else {
-      round_row(to, sums, call.bias ? static_cast<const T*>(call.bias) + n : nullptr, size);
-    }
-  });
-}
 
 // Of `count` matrices from one on, and the rows [first, first + size) of each.
 template <typename Source, typename Products>
@@ -65,9 +29,9 @@ void multiply(const IntegerCall& call, size_t matrix, size_t count, size_t first
   auto row_of = [&](size_t i) MITTENS_INLINED { return (matrix + i / size) * call.rows + first + i % size; };
   parallel_for(count * size, ceil_divide(16384, columns), [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
-      call.taken[row_of(i)] =
-          fill_row<Source, X>(example, call.type, element_of(call.x, call.type, row_of(i) * columns), columns,
-                              arranged.data() + i * x_stride);
+      call.with_x<Source>(row_of(i), [&](const auto* x) {
+        call.taken[row_of(i)] = X::fill(example, x, columns, arranged.data() + i * x_stride);
+      });
     }
   });
   size_t refused = 0;
@@ -100,7 +64,7 @@ void multiply(const IntegerCall& call, size_t matrix, size_t count, size_t first
       for (size_t m = 0; m < size; ++m) {
         const size_t row = row_of(part * size + m);
         if (call.taken[row]) {
-          finish_row(call, row, n, width_of_part, sums + m * block, sums + (size + m) * block);
+          call.finish(row, n, width_of_part, sums + m * block, sums + (size + m) * block);
         }
       }
     }
@@ -108,11 +72,11 @@ void multiply(const IntegerCall& call, size_t matrix, size_t count, size_t first
 }
 
 template <typename Source, typename Products>
-void multiply_in_batches(const IntegerCall& call, size_t matrices) {
+void multiply_in_batches(const IntegerCall& call) {
   const size_t together = larger(batch_rows / call.rows, 1);
-  for (size_t matrix = 0; matrix < matrices; matrix += together) {
+  for (size_t matrix = 0; matrix < call.matrices; matrix += together) {
     each_part(call.rows, batch_rows, [&](size_t first, size_t size) {
-      multiply<Source, Products>(call, matrix, smaller(together, matrices - matrix), first, size);
+      multiply<Source, Products>(call, matrix, smaller(together, call.matrices - matrix), first, size);
     });
   }
 }

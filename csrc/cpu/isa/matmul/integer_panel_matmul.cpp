@@ -1,7 +1,6 @@
 #include "cpu/integer_matmul.h"
 #include "cpu/isa/matmul/integer_calls.h"
 #include "cpu/isa/matmul/integer_panels.h"
-#include "cpu/isa/matmul/integer_products.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
@@ -21,10 +20,10 @@ constexpr size_t least_rows<Int16> = 12;
 #endif
 
 template <int bits, typename Form>
-bool panels_of(const IntegerCall& call, size_t matrices) {
+bool panels_of(const IntegerCall& call) {
   if constexpr (least_rows<Form> != 0 && Form::template exists<bits>) {
     if (call.rows >= least_rows<Form>) {
-      multiply_in_batches<Affine<bits>, IntegerPanels<Affine<bits>, Form>>(call, matrices);
+      multiply_in_batches<Affine<bits>, IntegerPanels<Affine<bits>, Form>>(call);
       return true;
     }
   }
@@ -32,9 +31,8 @@ bool panels_of(const IntegerCall& call, size_t matrices) {
 }
 
 template <int bits>
-bool panels_by(const IntegerCall& call, size_t matrices, bool int8) {
-  return (int8 && panels_of<bits, Int8>(call, matrices)) ||
-         (call.type != Type::float32 && panels_of<bits, Int16>(call, matrices));
+bool panels_by(const IntegerCall& call, bool int8) {
+  return (int8 && panels_of<bits, Int8>(call)) || (call.type != Type::float32 && panels_of<bits, Int16>(call));
 }
 
 }  // namespace
@@ -45,8 +43,8 @@ bool integer_panel_matmul(Type type, const Activation* activation, const Quantiz
   if (mode.exact && rows <= most_exact_rows) {
     return false;
   }
-  const IntegerCall call{type, activation, w, up, x, bias, y, rows, columns, outputs, taken};
-  return w->bits == 4 ? panels_by<4>(call, matrices, mode.int8) : panels_by<8>(call, matrices, mode.int8);
+  const IntegerCall call{{type, activation, x, bias, y, matrices, rows, columns, outputs, mode.exact}, w, up, taken};
+  return w->bits == 4 ? panels_by<4>(call, mode.int8) : panels_by<8>(call, mode.int8);
 }
 
 }  // namespace mittens::cpu::MITTENS_ISA

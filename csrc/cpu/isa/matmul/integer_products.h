@@ -7,16 +7,6 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-// Rows up to which integers are faster than float32, which shares the work on weights; 0: never.
-#if defined(__AVX512VNNI__)
-constexpr size_t most_integer_rows = 8;
-#elif defined(__x86_64__)
-constexpr size_t most_integer_rows = 2;
-#else
-constexpr size_t most_integer_rows = 0;
-#endif
-constexpr size_t most_byte_rows = 8;  // the same of int8, beside panels
-
 // A row of x as integers, in steps of a source's weights, zeros at the end. Lane i is of word i. A step has the words
 // of x; then, of each word's columns, the initial value of the integer sum, which takes off the weights' middle; the
 // scale; and the sum.
@@ -95,12 +85,13 @@ class IntegerProducts {
 
   // As RowProducts::direct. x: ArrangedIntegers. A sum does not depend on the number of rows.
   void products(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
-    size_t i = 0;
-    for (; i + most_outputs <= size; i += most_outputs) {
-      all_rows<most_outputs>(x, rows, n + i, sums + i, stride, memory);
-    }
-    for (; i < size; ++i) {
-      all_rows<1>(x, rows, n + i, sums + i, stride, memory);
+    const size_t x_stride = X::size(source_, columns_);
+    for (size_t i = 0; i < size; i += most_outputs) {
+      each_part(rows, most_rows, [&](size_t row, size_t count) {
+        with_index<1, most_rows>(count, [&](auto m) {
+          along<m.value>(x + row * x_stride, n + i, size - i, sums + row * stride + i, stride, memory);
+        });
+      });
     }
   }
 
@@ -109,22 +100,12 @@ class IntegerProducts {
   static constexpr int most_rows = many_registers ? 4 : 2;
   static constexpr bool in_int32 = __is_same(typename Form::Sum, Int);
 
-  template <int outputs>
-  void all_rows(const float* x, size_t rows, size_t n, float* sums, size_t stride, float* memory) const {
-    each_part(rows, most_rows, [&](size_t row, size_t count) {
-      with_index<1, most_rows>(count, [&](auto m) {
-        along<m.value, outputs>(x + row * X::size(source_, columns_), n, sums + row * stride, stride, memory);
-      });
-    });
-  }
-
-  template <int rows, int outputs>
-  void along(const float* x, size_t n, float* sums, size_t stride, float* memory) const {
+  template <int rows>
+  void along(const float* x, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
     const size_t x_stride = X::size(source_, columns_);
-    const size_t scales = source_.memory(columns_);
+    constexpr int outputs = most_outputs;
     typename Source::Row w[outputs];
-    repeat<outputs>(
-        [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
+    begin_rows(source_, n, size, columns_, memory, w);
     Float sum[rows][outputs] = {};
     const Ahead ahead = prefetched<Source>(source_, columns_, outputs);
     each_step<Source>(columns_, [&](size_t s, auto part) MITTENS_INLINED {
@@ -161,7 +142,7 @@ class IntegerProducts {
         });
       });
     });
-    repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], false); });
+    repeat<rows>([&](auto m) MITTENS_INLINED { write_some_totals(sums + m.value * stride, sum[m.value], size); });
   }
 
   const Source& source_;

@@ -23,6 +23,16 @@ MITTENS_INLINE size_t larger(size_t a, size_t b) {
   return a > b ? a : b;
 }
 
+// Rows up to which integers are faster than floats, which shares the work on weights; 0: never.
+#if defined(__AVX512VNNI__)
+constexpr size_t most_integer_rows = 8;
+#elif defined(__x86_64__)
+constexpr size_t most_integer_rows = 2;
+#else
+constexpr size_t most_integer_rows = 0;
+#endif
+constexpr size_t most_byte_rows = 8;  // the same of int8, beside panels
+
 constexpr int tile_outputs = many_registers ? 4 : 2;
 constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time
 
@@ -86,6 +96,45 @@ MITTENS_INLINE void gate_row(T* y, const float* gates, const float* ups, const A
     store_in_order(y + i, g / (exp(-g * slope) + 1.0f) * read<Float>(ups + i, part), part);
   });
 }
+
+// The arguments of products with weights, and what becomes of their sums. Whatever goes along the weights is compiled
+// without the element type, which is known here alone.
+struct ProductCall {
+  Type type;
+  const Activation* activation;  // of pairs of products, or nullptr
+  const void* x;  // [matrices, rows, columns]
+  const void* bias;  // [outputs] or nullptr
+  void* y;  // [matrices, rows, outputs]
+  size_t matrices;
+  size_t rows;
+  size_t columns;
+  size_t outputs;
+  bool exact;  // sums of up to most_exact_rows do not depend on how many there are
+
+  // Calls f(p), p a pointer to a row's elements. Those of dense weights are of the weights' type.
+  template <typename Source, typename F>
+  MITTENS_INLINE void with_x(size_t row, const F& f) const {
+    auto use = [&](auto t) MITTENS_INLINED { f(static_cast<const decltype(t)*>(x) + row * columns); };
+    if constexpr (__is_same(typename Source::Element, void)) {
+      with_type(type, use);
+    } else {
+      use(typename Source::Element());
+    }
+  }
+
+  // Outputs [n, n + size) of a row. ups: sums of the second of each pair.
+  void finish(size_t row, size_t n, size_t size, const float* sums, const float* ups) const {
+    with_type(type, [&](auto t) {
+      using T = decltype(t);
+      T* to = static_cast<T*>(y) + row * outputs + n;
+      if (activation) {
+        gate_row(to, sums, ups, *activation, size);
+      } else {
+        round_row(to, sums, bias ? static_cast<const T*>(bias) + n : nullptr, size);
+      }
+    });
+  }
+};
 
 // How many outputs one thread takes at a time where weights are read as they are, of `count` matrices.
 MITTENS_INLINE size_t outputs_of_piece(size_t row_bytes, size_t count, size_t outputs) {
@@ -186,6 +235,31 @@ MITTENS_INLINE void write_totals(float* y, const Float (&v)[n], bool add) {
 #endif
   for (int i = 0; i < n; ++i) {
     y[i] = total(v[i]) + (add ? y[i] : 0);
+  }
+}
+
+// Rows n, n + 1, .. of a source, and the last of `size` rows again in the place of those beyond.
+template <typename Source, int outputs>
+MITTENS_INLINE void begin_rows(const Source& source, size_t n, size_t size, size_t columns, float* memory,
+                               typename Source::Row (&rows)[outputs]) {
+  const size_t scales = source.memory(columns);
+  repeat<outputs>([&](auto i) MITTENS_INLINED {
+    const size_t row = n + smaller(i.value, size - 1);
+    rows[i.value] = source.row(row, 0, columns, memory + i.value * scales);
+  });
+}
+
+// The first `size` totals.
+template <int n>
+MITTENS_INLINE void write_some_totals(float* y, const Float (&v)[n], size_t size) {
+  if (size >= n) {
+    write_totals(y, v, false);
+    return;
+  }
+  float totals[n];
+  write_totals(totals, v, false);
+  for (size_t i = 0; i < size; ++i) {
+    y[i] = totals[i];
   }
 }
 

@@ -18,10 +18,9 @@ constexpr size_t few_rows = 16;  // of x: for them a panel is one tile wide, whi
 // is larger, chains of wide vectors are as long as there are columns.
 constexpr bool narrow_vectors = width == 4;
 constexpr size_t longest_chain = narrow_vectors ? 32 : 64;
-template <typename T>
-constexpr size_t longest_tile_chain = __is_same(T, float) ? 16
-                                      : narrow_vectors    ? 32
-                                                          : size_t{1} << 40;
+constexpr size_t longest_tile_chain(Type type) {
+  return type == Type::float32 ? 16 : narrow_vectors ? 32 : size_t{1} << 40;
+}
 
 // Sums along the lanes; chained: with totals.
 template <int rows, int outputs, bool chained>
@@ -64,7 +63,7 @@ class RowProducts {
 
   // sums[m * stride + i] = the product of row m of x and row n + i, i < size. x: Arranged, with sums.
   // sums_apart: values and offsets may be summed apart. Two large sums may cancel, which float32 shows.
-  // exact: a sum does not depend on the number of rows.
+  // exact: a sum does not depend on the number of rows, as it never does where they are not summed apart.
   template <bool sums_apart>
   void direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory,
               bool exact) const;
@@ -79,24 +78,13 @@ class RowProducts {
   void exact_groups(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
                     float* memory) const {
     constexpr int outputs = many_registers ? 4 : 2;
-    size_t i = 0;
-    for (; i + outputs <= size; i += outputs) {
-      pairs_of_rows<outputs>(x, rows, n + i, sums + i, stride, memory);
-    }
-    for (; i < size; ++i) {
-      pairs_of_rows<1>(x, rows, n + i, sums + i, stride, memory);
-    }
-  }
-
-  template <int outputs>
-  void pairs_of_rows(const float* x, size_t rows, size_t n, float* sums, size_t stride, float* memory) const {
     const size_t x_stride = Arranged<Source, Source::offset>::size(columns_);
-    size_t row = 0;
-    for (; row + 2 <= rows; row += 2) {
-      along<2, outputs>(x + row * x_stride, n, sums + row * stride, stride, memory);
-    }
-    if (row < rows) {
-      along<1, outputs>(x + row * x_stride, n, sums + row * stride, stride, memory);
+    for (size_t i = 0; i < size; i += outputs) {
+      for (size_t row = 0; row < rows; row += 2) {
+        with_index<1, 2>(rows - row, [&](auto m) {
+          along<m.value, outputs>(x + row * x_stride, n + i, size - i, sums + row * stride + i, stride, memory);
+        });
+      }
     }
   }
 
@@ -104,34 +92,24 @@ class RowProducts {
   template <int least, int most, int outputs>
   void direct_groups(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
                      float* memory) const {
-    size_t i = 0;
-    for (; i + outputs <= size; i += outputs) {
-      all_rows<least, most, outputs>(x, rows, n + i, sums + i, stride, memory);
-    }
-    for (; i < size; ++i) {
-      all_rows<least, most, 1>(x, rows, n + i, sums + i, stride, memory);
-    }
-  }
-
-  template <int least, int most, int outputs>
-  void all_rows(const float* x, size_t rows, size_t n, float* sums, size_t stride, float* memory) const {
     const size_t x_stride = Arranged<Source, Source::offset>::size(columns_);
-    each_part(rows, most, [&](size_t row, size_t count) {
-      with_index<smallest_part(least, most_direct_rows, most), most>(
-          count, [&](auto m) { shared<m.value, outputs>(x + row * x_stride, n, sums + row * stride, stride, memory); });
-    });
+    for (size_t i = 0; i < size; i += outputs) {
+      each_part(rows, most, [&](size_t row, size_t count) {
+        with_index<smallest_part(least, most_direct_rows, most), most>(count, [&](auto m) {
+          shared<m.value, outputs>(x + row * x_stride, n + i, size - i, sums + row * stride + i, stride, memory);
+        });
+      });
+    }
   }
 
   // Some rows of x along some rows of weights, each read and widened once.
   template <int rows, int outputs>
-  void shared(const float* x, size_t n, float* sums, size_t stride, float* memory) const {
+  void shared(const float* x, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
     using X = Arranged<Source, Source::offset>;
     const size_t x_stride = X::size(columns_);
-    const size_t scales = source_.memory(columns_);
     typename Source::Row w[outputs];
+    begin_rows(source_, n, size, columns_, memory, w);
     LaneSums<rows, outputs, true> sum;
-    repeat<outputs>(
-        [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
     const size_t group_bytes = outputs * source_.stride_bytes();
     auto add_step = [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
@@ -166,20 +144,19 @@ class RowProducts {
       });
     };
     each_step<Source>(columns_, chain_ / Source::vectors, add_step, [&]() MITTENS_INLINED { sum.end_chains(); });
-    repeat<rows>([&](auto m)
-                     MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), false); });
+    repeat<rows>([&](auto m) MITTENS_INLINED {
+      write_some_totals(sums + m.value * stride, sum.template of_row<m.value>(), size);
+    });
   }
 
   template <int rows, int outputs>
-  void along(const float* x, size_t n, float* sums, size_t stride, float* memory) const {
+  void along(const float* x, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
     using X = Arranged<Source, Source::offset>;
     const size_t x_stride = X::size(columns_);
-    const size_t scales = source_.memory(columns_);
     typename Source::Row w[outputs];
+    begin_rows(source_, n, size, columns_, memory, w);
     constexpr bool chained = narrow_vectors || !Source::scaled;
     LaneSums<rows, outputs, chained> sum;
-    repeat<outputs>(
-        [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
     const Ahead ahead = prefetched<Source>(source_, columns_, outputs);
     auto add_step = [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
@@ -221,8 +198,9 @@ class RowProducts {
     } else {
       each_step<Source>(columns_, add_step);
     }
-    repeat<rows>([&](auto m)
-                     MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), false); });
+    repeat<rows>([&](auto m) MITTENS_INLINED {
+      write_some_totals(sums + m.value * stride, sum.template of_row<m.value>(), size);
+    });
   }
 
   // The next panel is of the same rows, or of the next ones.
@@ -301,9 +279,11 @@ template <typename Source>
 template <bool sums_apart>
 void RowProducts<Source>::direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
                                  float* memory, bool exact) const {
-  if (exact && rows > 2) {
-    exact_groups(x, rows, n, size, sums, stride, memory);
-    return;
+  if constexpr (sums_apart) {
+    if (exact && rows > 2) {
+      exact_groups(x, rows, n, size, sums, stride, memory);
+      return;
+    }
   }
   if (rows > 4 && many_registers && Source::vectors >= 4) {  // the loads of a step serve long
     direct_groups<5, 8, 2>(x, rows, n, size, sums, stride, memory);
@@ -313,16 +293,14 @@ void RowProducts<Source>::direct(const float* x, size_t rows, size_t n, size_t s
     direct_groups<sums_apart ? 3 : 1, 4, tile_outputs>(x, rows, n, size, sums, stride, memory);
     return;
   }
-  with_index<1, 2>(rows, [&](auto m) {
-    constexpr int outputs = many_registers || m.value == 1 ? 4 : 2;
-    size_t i = 0;
-    for (; i + outputs <= size; i += outputs) {
-      along<m.value, outputs>(x, n + i, sums + i, stride, memory);
-    }
-    for (; i < size; ++i) {
-      along<m.value, 1>(x, n + i, sums + i, stride, memory);
-    }
-  });
+  if constexpr (sums_apart) {
+    with_index<1, 2>(rows, [&](auto m) {
+      constexpr int outputs = many_registers || m.value == 1 ? 4 : 2;
+      for (size_t i = 0; i < size; i += outputs) {
+        along<m.value, outputs>(x, n + i, size - i, sums + i, stride, memory);
+      }
+    });
+  }
 }
 
 template <typename Source>
@@ -334,14 +312,12 @@ void RowProducts<Source>::panel(const float* x, size_t rows, size_t n, size_t si
   }
 }
 
-// For each of the matrices, x [matrices, rows, columns] times the rows of its sources, one or two.
-//   source_of(matrix, j)                      source j of a matrix
-//   finish(row, n, size, first, second)       takes the sums of outputs [n, n + size) of a row of x
-//   exact                                     sums of up to 32 rows do not depend on how many there are
-template <typename Source, int sources, typename T, typename SourceOf, typename Finish>
-void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t rows, size_t columns, size_t outputs,
-                  const Finish& finish, bool exact = false) {
-  constexpr bool sums_apart = !(Source::offset && __is_same(T, float));
+// For each of the matrices, x times the rows of its sources, one or two.
+//   source_of(matrix, j)   source j of a matrix
+template <typename Source, typename SourceOf>
+void row_products(const SourceOf& source_of, const ProductCall& call) {
+  const size_t rows = call.rows, columns = call.columns, outputs = call.outputs;
+  const size_t sources = call.activation ? 2 : 1;
   auto batch = [&](auto direct, size_t matrix, size_t count, size_t row, size_t size) {
     using X = Arranged<Source, direct.value && Source::offset>;
     const size_t x_stride = X::size(columns);
@@ -349,7 +325,8 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
     bool reduced[batch_rows] = {};
     parallel_for(count * size, ceil_divide(16384, columns), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
-        reduced[i] = X::fill(x + (matrix * rows + row + i) * columns, columns, arranged.data() + i * x_stride);
+        call.with_x<Source>(matrix * rows + row + i,
+                            [&](const auto* x) { reduced[i] = X::fill(x, columns, arranged.data() + i * x_stride); });
       }
     });
     const Source example = source_of(matrix, 0);
@@ -369,34 +346,40 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
       for (size_t i = begin; i < end; ++i) {
         const size_t part = i / blocks, n = i % blocks * block;
         const size_t part_size = smaller(block, outputs - n);
-        for (int j = 0; j < sources; ++j) {
+        for (size_t j = 0; j < sources; ++j) {
           const Source source = source_of(matrix + part, j);
-          const RowProducts<Source> products(source, columns, longest_tile_chain<T>);
+          const RowProducts<Source> products(source, columns, longest_tile_chain(call.type));
           const float* from = arranged.data() + part * size * x_stride;
           float* to = sums + j * size * block;
-          if constexpr (direct.value) {
-            products.template direct<sums_apart>(from, size, n, part_size, to, block, memory.data(), exact);
-          } else {
+          if constexpr (!direct.value) {
             products.panel(from, size, n, part_size, to, block, memory.data());
+          } else if constexpr (!Source::offset) {
+            products.template direct<true>(from, size, n, part_size, to, block, memory.data(), call.exact);
+          } else if constexpr (most_integer_rows != 0) {
+            products.template direct<false>(from, size, n, part_size, to, block, memory.data(), false);
+          } else if (call.type != Type::float32) {
+            products.template direct<true>(from, size, n, part_size, to, block, memory.data(), call.exact);
+          } else {
+            products.template direct<false>(from, size, n, part_size, to, block, memory.data(), false);
           }
         }
         for (size_t m = 0; m < size; ++m) {
-          for (int j = 0; j < sources && reduced[part * size + m]; ++j) {
+          for (size_t j = 0; j < sources && reduced[part * size + m]; ++j) {
             each_vector(part_size, [&](size_t o, auto part) MITTENS_INLINED {
               float* sum = sums + (j * size + m) * block + o;
               write(sum, read<Float>(sum, part) * (1 / reduction), part);
             });
           }
-          finish((matrix + part) * rows + row + m, n, part_size, sums + m * block, sums + (size + m) * block);
+          call.finish((matrix + part) * rows + row + m, n, part_size, sums + m * block, sums + (size + m) * block);
         }
       }
     });
   };
   const size_t together = larger(batch_rows / rows, 1);
-  for (size_t matrix = 0; matrix < matrices; matrix += together) {
+  for (size_t matrix = 0; matrix < call.matrices; matrix += together) {
     each_part(rows, batch_rows, [&](size_t row, size_t size) {
-      const size_t count = smaller(together, matrices - matrix);
-      if (size <= most_direct_rows || (exact && size <= most_exact_rows)) {
+      const size_t count = smaller(together, call.matrices - matrix);
+      if (size <= most_direct_rows || (call.exact && size <= most_exact_rows)) {
         batch(Index<1>(), matrix, count, row, size);
       } else {
         batch(Index<0>(), matrix, count, row, size);

@@ -21,6 +21,7 @@ struct Unpacked : Dense<float> {
   double row_bytes;  // of a column
 
   static constexpr bool scaled = false;
+  using Element = void;
 
   size_t memory(size_t size) const {
     return ceil_divide(size, unit) * unit;
@@ -66,6 +67,22 @@ void unpack_affine(const uint8_t* row, const void* scales, const void* biases, s
         __builtin_memcpy(to + v.value * 4, &w, sizeof w);
       });
     }
+  }
+}
+
+// Floats of 4 or 8 bits, as SmallFloats has them; powers: scales are E8M0 of 32 weights, and not E4M3 of 16.
+template <int bits, bool powers>
+void unpack_small_floats(const uint8_t* row, const void* scales, const void*, size_t begin, size_t size, float* to) {
+  constexpr size_t group = powers ? 32 : 16;
+  const uint8_t* from = row + begin * bits / 8;
+  const uint8_t* of_groups = static_cast<const uint8_t*>(scales) + begin / group;
+  for (size_t i = 0; i < size; i += width) {
+    uint8_t codes[width];
+    for (size_t j = 0; j < width; ++j) {
+      codes[j] = static_cast<uint8_t>(from[(i + j) * bits / 8] >> ((i + j) * bits % 8));
+    }
+    const UInt values = read_bytes(codes), scale = UInt{} + of_groups[i / group];
+    write(to + i, (bits == 4 ? e2m1(values) : e4m3(values)) * (powers ? e8m0(scale) : e4m3(scale)), All());
   }
 }
 

@@ -2,6 +2,7 @@
 // Products are written once over such sources. A source gives rows in steps of some vectors:
 //   vectors                     of width weights that a step has; step: its columns
 //   column(v, i)                which of the step's columns is in lane i of vector v
+//   Element                     the type of x, or void where it may be any
 //   scaled, offset              weights are scale * value + offset, and not value itself; both vectors of a step
 //   Row row(n, begin, size, memory)   columns [begin, begin + size) of row n; begin is a multiple of the step.
 //                               memory: floats for the row's scales, memory(size) of them
@@ -29,6 +30,7 @@ struct Dense {
   static constexpr size_t step_bytes = unit * sizeof(T);
   static constexpr bool scaled = false;
   static constexpr bool offset = false;
+  using Element = T;
   using Row = const T*;
   using Raw = Floats;
 
@@ -133,6 +135,7 @@ struct PackedWords {
   static constexpr size_t step = vectors * width;
   static constexpr size_t step_bytes = width * sizeof(uint32_t);
   static constexpr bool scaled = true;
+  using Element = void;
   using Raw = UInt;
 
   MITTENS_INLINE explicit PackedWords(const QuantizedWeights& w)
@@ -331,6 +334,7 @@ struct Blocks {
   static constexpr bool scaled = true;
   static constexpr bool offset = false;
   static constexpr size_t step_bytes = block_bytes(kind);
+  using Element = void;
   using Row = const uint8_t*;
   using Raw = const uint8_t*;
 

@@ -1,0 +1,10 @@
+#include "cpu/isa/matmul/quantized_products.h"
+
+#if !defined(MITTENS_UNPACKS_ALL)
+namespace mittens::cpu::MITTENS_ISA {
+
+template void multiply<Affine<4>>(const QuantizedWeights*, const QuantizedWeights*, const ProductCall&);
+template void multiply<Affine<8>>(const QuantizedWeights*, const QuantizedWeights*, const ProductCall&);
+
+}  // namespace mittens::cpu::MITTENS_ISA
+#endif

@@ -1,0 +1,40 @@
+// Products with quantized weights of one format. Each is compiled in one file (affine_products.cpp,
+// small_float_products.cpp, quantized_matmul.cpp), so that no file takes long.
+#pragma once
+
+#include "cpu/isa/matmul/column_products.h"
+#include "cpu/isa/matmul/unpacked.h"
+
+// Without AVX2 every format is unpacked by a function of its own: such processors are rare, and sources of their own
+// take long to compile.
+#if defined(__x86_64__) && !defined(__AVX2__)
+#define MITTENS_UNPACKS_ALL
+#endif
+
+namespace mittens::cpu::MITTENS_ISA {
+
+// The matrix as a source.
+template <typename Source>
+Source source_from(const QuantizedWeights& w, Type type) {
+  return Source(w, type);
+}
+
+// up: of pairs of products.
+template <typename Source>
+void multiply(const QuantizedWeights* w, const QuantizedWeights* up, const ProductCall& call) {
+  auto source_of = [&](size_t i, size_t j = 0) { return source_from<Source>((j == 0 ? w : up)[i], call.type); };
+  if (w->transpose) {
+    row_products<Source>(source_of, call);
+  } else {
+    column_products<Source>(source_of, call);
+  }
+}
+
+#if !defined(MITTENS_UNPACKS_ALL)
+extern template void multiply<Affine<4>>(const QuantizedWeights*, const QuantizedWeights*, const ProductCall&);
+extern template void multiply<Affine<8>>(const QuantizedWeights*, const QuantizedWeights*, const ProductCall&);
+extern template void multiply<SmallFloats<4>>(const QuantizedWeights*, const QuantizedWeights*, const ProductCall&);
+extern template void multiply<SmallFloats<8>>(const QuantizedWeights*, const QuantizedWeights*, const ProductCall&);
+#endif
+
+}  // namespace mittens::cpu::MITTENS_ISA
