@@ -128,7 +128,7 @@ void bind(nb::module_& module) {
   module.def(
       "simulator_configure",
       [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit, const std::string& gpu, bool flush_subnormals,
-         bool fuse) {
+         bool fuse, bool shuffled_tensors) {
         std::lock_guard lock(state().mutex);
         state().enabled = enabled;
         state().gpu = gpu;
@@ -137,10 +137,11 @@ void bind(nb::module_& module) {
         state().options.step_limit = step_limit;
         state().options.flush_subnormals = flush_subnormals;
         state().options.fuse = fuse;
+        state().options.shuffled_tensors = shuffled_tensors;
       },
       nb::arg("enabled"), nb::arg("seed") = 0, nb::arg("watch") = true,
       nb::arg("step_limit") = simulator::Options{}.step_limit, nb::arg("gpu") = "apple",
-      nb::arg("flush_subnormals") = false, nb::arg("fuse") = false,
+      nb::arg("flush_subnormals") = false, nb::arg("fuse") = false, nb::arg("shuffled_tensors") = false,
       "Sends ops on the CPU through the simulator or through their native code; the seed shuffles the threads, and the "
       "kernels are those that the plans choose for the GPU of this name.");
   module.def(
@@ -149,7 +150,7 @@ void bind(nb::module_& module) {
         std::lock_guard lock(state().mutex);
         const auto& options = state().options;
         return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit, state().gpu.text(),
-                              options.flush_subnormals, options.fuse);
+                              options.flush_subnormals, options.fuse, options.shuffled_tensors);
       },
       "The settings that simulator_configure takes.");
   module.def(

@@ -66,6 +66,7 @@ nb::dict dict_of(const Counts& counts) {
   result["matrix_operations"] = counts.matrix_operations;
   result["half_matrix_operations"] = counts.half_matrix_operations;
   result["bfloat_matrix_operations"] = counts.bfloat_matrix_operations;
+  result["tensor_operations"] = counts.tensor_operations;
   result["threadgroup_bytes"] = counts.threadgroup_bytes;
   result["device_bytes_loaded"] = counts.device_bytes_loaded;
   result["params_bytes_loaded"] = counts.params_bytes_loaded;
@@ -103,7 +104,7 @@ namespace {
 nb::dict simulate(const std::string& path, const std::string& kernel, nb::list arguments, Triple threadgroups,
                   Triple threads, uint32_t threadgroup_bytes, uint64_t seed, bool watch, std::optional<Triple> grid,
                   uint64_t step_limit, bool complete, bool active_lanes, bool early_exits, bool count, bool profile,
-                  bool flush_subnormals) {
+                  bool flush_subnormals, bool shuffled_tensors) {
   const auto library = Library::at(path);
   Dispatch dispatch{.kernel = kernel,
                     .buffers = {},
@@ -140,7 +141,8 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
                   .count = count,
                   .profile = profile,
                   .complete = complete,
-                  .flush_subnormals = flush_subnormals});
+                  .flush_subnormals = flush_subnormals,
+                  .shuffled_tensors = shuffled_tensors});
   }
   nb::dict result = dict_of(counts);
   if (counts.profiled) {
@@ -170,6 +172,7 @@ void bind(nb::module_& module) {
              nb::arg("watch") = true, nb::arg("grid") = nb::none(), nb::arg("step_limit") = Options{}.step_limit,
              nb::arg("complete") = true, nb::arg("active_lanes") = false, nb::arg("early_exits") = false,
              nb::arg("count") = false, nb::arg("profile") = false, nb::arg("flush_subnormals") = false,
+             nb::arg("shuffled_tensors") = false,
              "Runs a kernel of a library that frontend.simulator_library made.\n\n"
              "arguments: a list of (name, role, buffer) or (name, role, buffer, offset) by buffer index; the role is\n"
              "input, output, constant or inout, the buffer anything contiguous with the buffer protocol, or None.\n"

@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 11;
+constexpr unsigned version = 12;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -59,8 +59,12 @@ using Combine = void (*)(Lanes& lanes);
 enum Scope : unsigned { quad_scope, simdgroup_scope, threadgroup_scope };
 enum Memory : unsigned { no_memory = 0, device_memory = 1, threadgroup_memory = 2 };
 
-// The type of both operands of a product of simdgroup matrices; float where they differ.
-enum Fragments : unsigned char { no_fragments, float_fragments, half_fragments, bfloat_fragments };
+// The type of both operands of a product of simdgroup matrices; float where they differ. Or a product of cooperative
+// tensors.
+enum Fragments : unsigned char { no_fragments, float_fragments, half_fragments, bfloat_fragments, tensor_fragments };
+
+// Which lane of a cooperative tensor holds which elements. It differs between GPUs, so that a kernel has to ask.
+enum TensorLayout : unsigned { layout_of_m5, shuffled_layout };
 
 struct Operation {
   const char* name;  // "simd_sum": lanes that meet must be at the same operation
@@ -74,6 +78,7 @@ struct Runtime {
   Thread* thread;
   long long steps;  // branches left before the launch counts as endless
   long long pause;  // the number of steps at which `paused` is called
+  TensorLayout tensor_layout;
 
   const Lanes& (*exchange)(Scope scope, const Operation& operation, const void* value, unsigned bytes, Combine combine);
   void (*barrier)(Scope scope, const Operation& operation, unsigned memory);
@@ -88,6 +93,7 @@ struct Runtime {
   // address.
   void* (*private_array)(void* address, unsigned long bytes, unsigned long unit, const char* name);
   void (*paused)(const void* caller);
+  void (*fault)(const char* what, Site site, const void* caller);  // ends the launch; without a site the caller's line
 };
 
 struct Argument {

@@ -116,6 +116,7 @@ abi::Runtime* runtime() {
         return address;
       },
       .paused = [](const void* caller) { current->pause(caller); },
+      .fault = [](const char* what, abi::Site site, const void* caller) { current->fault(what, site, caller); },
   };
   return &table;
 }
@@ -199,6 +200,7 @@ Counts Simulation::run() {
   simdgroups_.resize((threads + abi::simd_width - 1) / abi::simd_width);
   order_.resize(threads);
   current = this;
+  runtime()->tensor_layout = options_.shuffled_tensors ? abi::shuffled_layout : abi::layout_of_m5;
   bind_buffers();
 
   std::vector<uint64_t> groups(product(dispatch_.threadgroups));
@@ -461,7 +463,9 @@ void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation,
     ++(rendezvous.scope == abi::threadgroup_scope ? counts_.threadgroup_barriers : counts_.simdgroup_barriers);
     watcher.barrier(rendezvous.scope, fiber.thread.simdgroup, *barrier_memory);
   } else {
-    ++(operation.fragments ? counts_.matrix_operations : counts_.simd_operations);
+    ++(operation.fragments == abi::tensor_fragments ? counts_.tensor_operations
+       : operation.fragments                        ? counts_.matrix_operations
+                                                    : counts_.simd_operations);
     counts_.half_matrix_operations += operation.fragments == abi::half_fragments;
     counts_.bfloat_matrix_operations += operation.fragments == abi::bfloat_fragments;
   }
@@ -607,6 +611,10 @@ void Simulation::fail(const std::string& what) {
   fault_ = "[" + dispatch_.kernel + "] " + what;
   switch_context(abandoned_, main_context_, true);
   std::abort();  // nothing switches back to an abandoned fiber
+}
+
+void Simulation::fault(const std::string& what, const abi::Site& site, const void* caller) {
+  fail(name_of(*running_) + (site.file ? ", " + text_of(site) : watcher.lines_of({caller})) + ": " + what);
 }
 
 // A threadgroup pauses at the next poll or behind its last step.

@@ -103,6 +103,7 @@ class Simulation {
 
   // Ends the launch with a Fault, from within a fiber, whose stack is not unwound.
   [[noreturn]] void fail(const std::string& what);
+  void fault(const std::string& what, const abi::Site& site, const void* caller);  // of the thread that runs
 
   const Arena& arena() const {
     return arena_;

@@ -47,6 +47,7 @@ struct Options {
   bool profile = false;  // whether the launch is profiled, for what Counts has from `profiled` on
   bool complete = true;  // whether the watcher demands that every byte of an output is written
   bool flush_subnormals = false;  // whether subnormal float32 are zero, of operands and of results
+  bool shuffled_tensors = false;  // whether cooperative tensors have another layout than an M5's
   bool fuse = false;  // whether `a * b + c` within an expression rounds once; of a library that was compiled so
 };
 
@@ -75,6 +76,7 @@ struct Counts {
   uint64_t matrix_operations = 0;
   uint64_t half_matrix_operations = 0;  // matrix_operations whose operands are both half
   uint64_t bfloat_matrix_operations = 0;  // and of bfloat; the rest is computed in float
+  uint64_t tensor_operations = 0;  // products of cooperative tensors, of a simdgroup
   uint64_t threadgroup_bytes = 0;  // the most that one threadgroup had
   uint64_t device_bytes_loaded = 0;
   uint64_t params_bytes_loaded = 0;  // of device_bytes_loaded: GPUs keep them at hand

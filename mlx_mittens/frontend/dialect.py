@@ -46,9 +46,18 @@ class Options:
 
 
 _UNCOVERED_HEADER = re.compile(
-    r"^[ \t]*#[ \t]*(?:include|import)[ \t]*[<\"](metal_(?:tensor|texture|raytracing|mesh|visible_function_table|"
-    r"imageblocks|command_buffer|cooperative_tensor)|MetalPerformancePrimitives/[^>\"]*|tensor/[^>\"]*)[>\"]",
+    r"^[ \t]*#[ \t]*(?:include|import)[ \t]*[<\"](metal_(?:texture|raytracing|mesh|visible_function_table|"
+    r"imageblocks|command_buffer)|tensor/[^>\"]*)[>\"]",
     re.M,
+)
+_TENSOR_HEADER = re.compile(
+    r"^[ \t]*#[ \t]*(?:include|import)[ \t]*[<\"]"
+    r"(metal_(?:cooperative_)?tensor|MetalPerformancePrimitives/[^>\"]*)[>\"]",
+    re.M,
+)
+_TENSOR_GATE = (
+    "products of tensors run right on an M5 with macOS 26.2: an M4 compiles those of int8 and answers wrongly, and "
+    "some releases of Xcode want 26.2 as the deployment target"
 )
 
 
@@ -103,6 +112,11 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
     if (header := _UNCOVERED_HEADER.search(sources.without_comments(flat))) is not None:
         line = LineMap(flat).at(header.start())
         return [Problem(*line, f"<{header[1]}> is not covered by this check", 1, UNCOVERED)]
+    if (header := _TENSOR_HEADER.search(sources.without_comments(flat))) is not None:
+        line = LineMap(flat).at(header.start())
+        if strict and options.version < STANDARDS["metal4.0"]:  # for a launch MLX chooses the newest
+            return [Problem(*line, f"<{header[1]}> is of Metal 4: compile by -std=metal4.0 (--std metal4.0 here)", 1)]
+        notes += [Problem(*line, _TENSOR_GATE, 1, NOTE)] if strict else []
     found = compiler.find_compiler()
     folders = [build.INCLUDE, *build._mlx_include(), *map(Path, options.include)]
     defines = [f"-D{definition}" for definition in options.define]

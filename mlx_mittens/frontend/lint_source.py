@@ -39,7 +39,7 @@ _STAGES = {"vertex", "fragment", "mesh", "object"}
 _STAGE_ATTRIBUTES = _STAGES | {"intersection", "patch"}
 _UNCOVERED_TEMPLATE = re.compile(
     r"(texture(1d|2d|3d|cube|_buffer)\w*|depth(2d|cube)\w*|(visible|intersection)_function_table|intersector|imageblock|mesh"
-    r"|patch_control_point|interpolant|tensor|intersection_(query|result)|cooperative_tensor)$"
+    r"|patch_control_point|interpolant|intersection_(query|result))$"
 )
 _UNCOVERED_TYPE = re.compile(
     r"(sampler|((primitive|instance)_)?acceleration_structure|mesh_grid_properties|command_buffer|render_command"
@@ -374,7 +374,7 @@ class Text:
             self.report(i, f"a vector has 2 to 4 components, not {size[0]}: write an array")
 
     def _is_uncovered(self, i: int) -> bool:
-        """Whether token i is a type of textures, ray tracing, mesh functions or Metal 4's tensors, not a name."""
+        """Whether token i is a type of textures, ray tracing or mesh functions, not a name."""
         token, before = self.tokens[i], self.token(i - 1)
         if token in self.types or before in ("struct", "class", "enum", "union", "typename"):
             return False

@@ -35,11 +35,11 @@ Fault = _ext.SimulatorFault
 STEP_LIMIT = 1_000_000_000
 
 _lock = threading.Lock()
-_Settings = tuple[object, int, bool, int, str, bool, bool]
+_Settings = tuple[object, int, bool, int, str, bool, bool, bool]
 _open: list[_Settings] = []  # a token and the settings of every block that is open
 _equal_writes: list[tuple[object, bool]] = []  # a token and whether equal writes are faults, of every open block
 _pretending: list[object] = []  # the tokens of the open blocks that pretend to be on a Mac
-_before: tuple[bool, int, bool, int, str, bool, bool]  # the settings from before the first block that is open
+_before: tuple[bool, int, bool, int, str, bool, bool, bool]  # the settings from before the first block that is open
 
 
 @contextlib.contextmanager
@@ -52,6 +52,7 @@ def enabled(
     equal_writes: str = "note",
     subnormals: str = "keep",
     fuse: bool = False,
+    tensor_layout: str = "m5",
 ) -> Iterator[None]:
     """Sends ops on the CPU, and the kernels of ``mx.fast.metal_kernel``, through the simulator.
 
@@ -82,9 +83,13 @@ def enabled(
         subnormals: What float32 numbers below 1.2e-38 are: ``"keep"``, as IEEE has it, or ``"flush"``, zero, as on a
             GPU whose kernels MLX compiles.
         fuse: Whether ``a * b + c`` within an expression rounds once, as MLX's compiler may have it.
+        tensor_layout: Which lane holds which elements of a cooperative tensor of Metal 4: ``"m5"``, or ``"shuffled"``
+            for a layout that has nothing of it. Layouts differ between generations of GPUs: a kernel that asks
+            (``get_multidimensional_index``, ``load``, ``store``) is right in both, one that assumes a layout is not.
 
     Raises:
-        ValueError: There is no such GPU, or ``equal_writes`` or ``subnormals`` is neither of the two.
+        ValueError: There is no such GPU, or ``equal_writes``, ``subnormals`` or ``tensor_layout`` is neither of its
+            two.
         RuntimeError: From the block, where it called a kernel without Metal that is out of reach.
 
     Example:
@@ -97,8 +102,10 @@ def enabled(
         raise ValueError(f"[enabled] equal_writes is {equal_writes!r}: expected 'note' or 'fault'")
     if subnormals not in ("keep", "flush"):
         raise ValueError(f"[enabled] subnormals is {subnormals!r}: expected 'keep' or 'flush'")
+    if tensor_layout not in ("m5", "shuffled"):
+        raise ValueError(f"[enabled] tensor_layout is {tensor_layout!r}: expected 'm5' or 'shuffled'")
     global _before
-    block = (object(), seed, watch, step_limit, gpu, subnormals == "flush", bool(fuse))
+    block = (object(), seed, watch, step_limit, gpu, subnormals == "flush", bool(fuse), tensor_layout == "shuffled")
     with _lock:
         if not _open:
             _before = _ext.simulator_state()

@@ -111,14 +111,14 @@ class TestCommand:
         for name, text in (
             ("good", on("float", "a[i] = 1;")),
             ("bad", on("float", "double d;")),
-            ("far", UNCOVERED["tensor"]),
+            ("far", UNCOVERED["texture"]),
         ):
             paths[name] = tmp_path / f"{name}.metal"
             paths[name].write_text(HEADER + text)
         assert main(["check", str(paths["good"])]) == 0
         assert main(["check", str(paths["good"]), str(paths["far"])]) == 2
         assert main(["check", str(paths["bad"]), str(paths["far"])]) == 1
-        assert "not covered: <metal_tensor> is not covered by this check" in capsys.readouterr().out
+        assert "not covered: 'texture2d' is not covered by this check" in capsys.readouterr().out
         assert main(["check", str(paths["good"]), "-I", str(tmp_path / "none")]) == 2
 
     def test_json(self, tmp_path, capsys):

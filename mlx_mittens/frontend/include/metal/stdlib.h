@@ -16,6 +16,10 @@
 #include "metal/matrix.h"
 #include "metal/simdgroup.h"
 #include "metal/simdgroup_matrix.h"
+#if !defined(__SPIRV__) && !defined(__NVPTX__)
+#include "metal/tensor.h"
+#include "metal/tensor_ops.h"
+#endif
 #include "metal/atomic.h"
 #include "metal/logging.h"
 #include "metal/entry.h"
