@@ -52,7 +52,7 @@ _OPTIONS = (
     *(f"-D{option}=disabled" for option in _DISABLED),
     *("-Dgallium-drivers=", "-Dvulkan-drivers=", "-Dplatforms=", "-Dvideo-codecs=", "-Dopengl=false", "-Dtools=asahi"),
     # Assertions stay: by them it refuses kernels.
-    *("-Dbuildtype=plain", "-Doptimization=1", "-Db_ndebug=false", "-Dcpp_rtti=false", "-Dc_args=-w", "-Dcpp_args=-w"),
+    *("-Dbuildtype=plain", "-Doptimization=0", "-Db_ndebug=false", "-Dcpp_rtti=false", "-Dc_args=-w", "-Dcpp_args=-w"),
 )
 
 # What ninja prints before each file when it prints into a pipe; and how often it is passed on.
