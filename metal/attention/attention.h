@@ -38,6 +38,9 @@ struct AttentionShape {
   // In decoding on Apple GPUs registers are worth more: with one they hold 832 threads a core instead of 704.
   static constant constexpr int key_blocks =
       share == Share::keys && !is_nvidia ? 1 : attention_key_blocks(DV, is_same_v<T, half>);
+  // Right operands that a load takes at once: several in prompts on Apple GPUs. Wider heads have no registers for them.
+  static constant constexpr int at_once =
+      share == Share::keys || is_nvidia || D > 128 ? 1 : run_size(D / 8, 1, 16 / sizeof(vec<Operand, 2>));
   // Threadgroup memory, in float4: queries as right operands, of each simdgroup that has its own, and in the end sums.
   static constant constexpr int queries = D * kQueryRows * sizeof(Operand) / 16;
   static constant constexpr int all_queries = share == Share::rows ? simdgroups * queries : queries;
@@ -63,7 +66,7 @@ inline AttentionPlace place_of(
 
 // The lane's elements of 8 rows of queries as right operands, whose rows are in the order of the runs of keys. Zeros
 // past the last row.
-template <int D, int E, int apart = 1, typename T, typename U>
+template <int D, int E, int apart = 1, int W = 1, typename T, typename U>
 inline void stage_queries(
     threadgroup vec<U, 2>* to, const device T* queries, AttentionPlace place, uint first_part, uint parts,
     constant AttentionParams& params) {
@@ -75,6 +78,19 @@ inline void stage_queries(
     rows[i] = queries + params.query.start + place.batch * params.query.batch +
         (place.key_head * params.ratio + row / params.queries) * params.query.head +
         row % params.queries * params.query.token;
+  }
+  if constexpr (W > 1) {
+    for (uint n = first_part * W; n < D / 8; n += parts * W) {
+      vec<U, 2> pairs[W];
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        const uint column = column_of_right<E, apart>(n + w, tile_row(place.lane));
+        pairs[w].x = own < place.rows ? U(rows[0][column]) : U(0);
+        pairs[w].y = own + 1 < place.rows ? U(rows[1][column]) : U(0);
+      }
+      store_pairs(to + place_of_right<W>(n, place.lane), pairs);
+    }
+    return;
   }
   for (uint n = first_part; n < D / 8; n += parts) {
     const uint column = column_of_right<E, apart>(n, tile_row(place.lane));
@@ -181,7 +197,7 @@ inline void attention(
   const uint step = workers * keys_at_once;
   threadgroup vec<Operand, 2>* q =
       (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
-  stage_queries<Shape::width, Keys::size>(q, queries, place, worker, workers, params);
+  stage_queries<Shape::width, Keys::size, 1, Shape::at_once>(q, queries, place, worker, workers, params);
   rows += place.simdgroup * kQueryRows;
   const KeyRange range = find_rows<kQueryRows>(rows, place, limits, params, step);
   shares_keys ? threadgroup_barrier(mem_flags::mem_threadgroup) : simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -200,7 +216,7 @@ inline void attention(
     }
     Tile<float, C, 1> scores;
     fill(scores, 0.0f);
-    multiply_rows<Shape::width>(scores, keys, key, limits.end(params), q, place.lane);
+    multiply_rows<Shape::width, Shape::at_once>(scores, keys, key, limits.end(params), q, place.lane);
     multiply(scores, params.scale);
     if (!all_seen) {
       mask_scores(scores, hidden, key, rows, mask, params, place.lane);

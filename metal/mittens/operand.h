@@ -26,22 +26,79 @@ inline uint column_of_sum(int n, uint row) {
   return n / E * 8 * E + row * E + n % E;
 }
 
+// Where a lane's pair of right operand n is among those of all, if its pairs of W operands lie side by side: these are
+// loaded and stored at once. n: a multiple of W.
+template <int W>
+inline uint place_of_right(uint n, uint lane) {
+  return n * 32 + lane * W;
+}
+
+template <typename U, int W>
+inline void store_pairs(threadgroup vec<U, 2>* to, thread const vec<U, 2> (&pairs)[W]) {
+  vec<uint, W * sizeof(U) / 2> bits;
+#pragma unroll
+  for (int w = 0; w < W; ++w) {
+    if constexpr (sizeof(U) == 2) {
+      bits[w] = as_type<uint>(pairs[w]);
+    } else {
+      bits[2 * w] = as_type<uint>(pairs[w].x);
+      bits[2 * w + 1] = as_type<uint>(pairs[w].y);
+    }
+  }
+  *(threadgroup vec<uint, W * sizeof(U) / 2>*)to = bits;
+}
+
+template <typename U, int W>
+inline void load_pairs(threadgroup const vec<U, 2>* from, thread vec<U, 2> (&to)[W]) {
+  const auto bits = *(threadgroup const vec<uint, W * sizeof(U) / 2>*)from;
+#pragma unroll
+  for (int w = 0; w < W; ++w) {
+    if constexpr (sizeof(U) == 2) {
+      to[w] = as_type<vec<U, 2>>(bits[w]);
+    } else {
+      to[w] = as_type<vec<U, 2>>(uint2(bits[2 * w], bits[2 * w + 1]));
+    }
+  }
+}
+
 // sums += a b, where a has 8 C rows of D columns from row `first` on, of which those from `rows` on are the last one. b
-// lies in memory as lanes have it.
-template <int D, typename Source, typename U, int C>
+// lies in memory as lanes have it, at place_of_right.
+template <int D, int W = 1, typename Source, typename U, int C>
 inline void multiply_rows(
     thread Tile<float, C, 1>& sums, Source a, uint first, uint rows, threadgroup const vec<U, 2>* b, uint lane) {
   constexpr int E = Source::size;
 #pragma unroll
   for (int part = 0; part < D / (4 * E); ++part) {
+    if constexpr (W > 1) {
+      static_assert(E / 2 % W == 0, "the pairs of a run are whole loads");
+      typename Source::Run runs[C];
 #pragma unroll
-    for (int c = 0; c < C; ++c) {
-      const typename Source::Run run =
-          a.load(min(first + c * 8 + tile_row(lane), rows - 1), part * 4 + tile_column(lane) / 2);
+      for (int c = 0; c < C; ++c) {
+        runs[c] = a.load(min(first + c * 8 + tile_row(lane), rows - 1), part * 4 + tile_column(lane) / 2);
+      }
 #pragma unroll
-      for (int t = 0; t < E / 2; ++t) {
-        const vec<U, 2> pair = vec<U, 2>(element(a, run, 2 * t), element(a, run, 2 * t + 1));
-        sums.at[c][0] = multiply_tiles<U>(pair, b[(part * E / 2 + t) * 32 + lane], sums.at[c][0]);
+      for (int t = 0; t < E / 2; t += W) {
+        vec<U, 2> right[W];
+        load_pairs(b + place_of_right<W>(part * E / 2 + t, lane), right);
+#pragma unroll
+        for (int w = 0; w < W; ++w) {
+#pragma unroll
+          for (int c = 0; c < C; ++c) {
+            const vec<U, 2> pair = vec<U, 2>(element(a, runs[c], 2 * (t + w)), element(a, runs[c], 2 * (t + w) + 1));
+            sums.at[c][0] = multiply_tiles<U>(pair, right[w], sums.at[c][0]);
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        const typename Source::Run run =
+            a.load(min(first + c * 8 + tile_row(lane), rows - 1), part * 4 + tile_column(lane) / 2);
+#pragma unroll
+        for (int t = 0; t < E / 2; ++t) {
+          const vec<U, 2> pair = vec<U, 2>(element(a, run, 2 * t), element(a, run, 2 * t + 1));
+          sums.at[c][0] = multiply_tiles<U>(pair, b[(part * E / 2 + t) * 32 + lane], sums.at[c][0]);
+        }
       }
     }
   }
