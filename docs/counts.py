@@ -113,6 +113,7 @@ CASES = (
     Counted("gather_sum", "1x8x16x320x10 bits=4"),
     Counted("gather_sum", "11x6x7x64x33 bits=4"),
     Counted("mixture", "1x8x16x320x64 bits=4"),
+    Counted("mixture", "1x3x5x96x96 bits=4 is_normed=x"),
     Counted("route_top_k", "2x128 scores=softmax"),
     Counted("gated_delta_update", "test 1x1x2x4x33x128"),
     Counted("gated_delta_token", "test 1x4x2x4x33x128"),

@@ -186,7 +186,8 @@ _PLACES = (
         ("weighted_sum.cpp",), ("test_gather_sum.py", "test_expert_tiles.py"),
     ),
     Place(
-        ("mixture",), "moe", "mixture.cpp", ("mixture.cpp",), ("mixture.metal",), (), ("test_mixture.py",),
+        ("mixture",), "moe", "mixture.cpp", ("mixture.cpp",), ("mixture.metal", "apple/normed_mixture.metal"), (),
+        ("test_mixture.py", "test_normed_mixture.py"),
     ),
     Place(
         ("route_top_k",), "moe", "route_top_k.cpp", ("route_top_k.cpp",), ("route_top_k.metal",),

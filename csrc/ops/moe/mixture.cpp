@@ -33,6 +33,7 @@ namespace {
 
 constexpr const char* op = "mixture";
 const Name file = "moe/mixture.metal";
+const Name normed_file = "moe/apple/normed_mixture.metal";
 
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
@@ -222,7 +223,7 @@ class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn 
     params.experts.limit = parts_.activation.limit;
     params.experts.offset = parts_.activation.offset;
     Launch first;
-    first.file = file;
+    first.file = parts_.row ? normed_file : file;
     const mx::Dtype dtype = parts_.dtype(inputs);
     first.kernel =
         kernel_name(dtype, parts_.row ? "mixture_normed_swiglu" : "mixture_swiglu", format_name(parts_.format));
