@@ -149,6 +149,9 @@ _PLACES = (
         ),
         ("nvidia/attention_ahead.metal",),
     ),
+    Place(  # composed of calls of that op
+        ("cascade_attention",), "attention", "cascade_attention.cpp", (), (), (), ("test_row_keys.py",),
+    ),
     Place(
         ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", ("plan.cpp",),
         ("attention_packed.metal", "attention_packed_ragged.metal", "attention_combine.metal"), ("attention.cpp",),

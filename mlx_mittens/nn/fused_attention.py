@@ -19,10 +19,11 @@ import mlx.nn as nn
 
 from .. import _ext
 from ..patching.linears import products
+from ..patching.model_attention import attend
 from . import caches
 from .modules import Linear, QuantizedLinear
 from .norms import call_of, is_norm, offset_of, scale_of
-from .rebinding import attend, class_before, is_appended_to, update_and_fetch
+from .rebinding import class_before, is_appended_to, update_and_fetch
 
 __all__ = [
     "are_alike",

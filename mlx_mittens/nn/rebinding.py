@@ -18,12 +18,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
-from ..ops.attention import quantized_scaled_dot_product_attention
 from ..patching import attention_layers
+from ..patching.model_attention import attend
 from ..patching.targets import TARGETS, Target
 from .modules import Linear, QuantizedLinear
 
-__all__ = ["attend", "class_before", "is_appended_to", "plain", "rebind", "update_and_fetch"]
+__all__ = ["class_before", "is_appended_to", "plain", "rebind", "update_and_fetch"]
 
 _MODELS = "mlx_lm."
 # Calls of classes that come from the patch as they are; others have modules or fusions of their own in `nn`.
@@ -37,21 +37,6 @@ _ATTENTIONS = (attention_layers.latent_attention, attention_layers.longcat_atten
 def plain(function: Any) -> Any:
     """A function without what the patch has put in its place."""
     return function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function
-
-
-def attend(queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None) -> mx.array:
-    """mlx-lm's function between a model's attention and mx's, on ours."""
-    try:
-        if not hasattr(cache, "bits"):
-            return _ext.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        if sinks is not None:
-            raise ValueError("Quantized SDPA does not support attention sinks.")
-        return quantized_scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, group_size=cache.group_size, bits=cache.bits
-        )
-    except _ext.ExportError:
-        attend = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
-        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 @functools.cache

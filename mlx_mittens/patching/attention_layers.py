@@ -16,6 +16,7 @@ import mlx.core as mx
 from .. import _ext
 from .digests import digest
 from .linears import products
+from .model_attention import attend
 
 __all__ = ["gemma3_attention", "gpt_oss_attention", "latent_attention", "longcat_attention", "qwen3_next_attention"]
 
@@ -40,8 +41,6 @@ def _attention() -> Any:
     function = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
     if isinstance(mx.fast.scaled_dot_product_attention, _ext.FunctionWrapper):
         return function
-    from ..nn.rebinding import attend
-
     return attend
 
 
