@@ -39,6 +39,11 @@ _DROPPED_PREFIXES = ("CMAKE_", "CCACHE_", "MLX_", "PYTHON")
 _TEST_PACKAGES = ("pytest-xdist", "gguf", "lief", "ml_dtypes")
 
 
+def _is_old(mlx: str) -> bool:
+    """Whether a release of MLX asks on Linux for a Mac, or for g++, where later ones do not: up to 0.31."""
+    return bool(mlx) and [int(part) for part in mlx.split(".")] < [0, 32]
+
+
 class Failed(Exception):
     """A step went wrong; its text says how."""
 
@@ -63,7 +68,7 @@ class Environment:
         dropped = lambda name: name in _DROPPED or name.startswith(_DROPPED_PREFIXES)
         variables = {name: value for name, value in os.environ.items() if not dropped(name)}
         variables |= {
-            "PATH": str(folder / "bin"),
+            "PATH": os.pathsep.join([str(folder / "bin"), *[os.environ["PATH"]] * _is_old(mlx)]),
             "XDG_CACHE_HOME": str(scratch / "cache"),
             "MLX_MITTENS_CACHE": str(kernels),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -112,7 +117,7 @@ class Trial:
     @property
     def runs_metal_kernels(self) -> bool:
         """Whether MLX writes the signature of a kernel here, which its oldest releases do on a Mac alone."""
-        return sys.platform == "darwin" or not self.mlx or [int(part) for part in self.mlx.split(".")] >= [0, 32]
+        return sys.platform == "darwin" or not _is_old(self.mlx)
 
     def install(self, extras: str = "", *others: str) -> None:
         named = f"{self.wheel}[{extras}]" if extras else str(self.wheel)

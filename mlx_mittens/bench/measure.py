@@ -36,7 +36,7 @@ _FEWEST_CLEAR = 3
 # second.
 _COPIED_BYTES = 4 << 20
 
-# From this spread on times say nothing: a call is shorter than what is taken off it.
+# A spread that leaves a time without meaning: the call is shorter than the links of its chain, which are taken off.
 UNCLEAR = 1.0
 
 # The share of the copy bandwidth that we hold ourselves to.

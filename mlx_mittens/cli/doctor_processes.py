@@ -112,7 +112,7 @@ class _Ahead:
 
 @contextlib.contextmanager
 def run_ahead(parts: Sequence[Cases], start: Callable[[], Child], most: int) -> Iterator[None]:
-    """Has other processes run parts but the first ahead of their turn, as long as the block lasts; at most so many."""
+    """Has other processes run parts but the first ahead of their turn, as long as the block lasts."""
     ahead = _Ahead(parts, start, max(min(most, len(parts) - 1), 0))
     try:
         yield

@@ -44,8 +44,8 @@ class BatchQuantizedKVCache:
     Example:
         >>> cache = mm.nn.BatchQuantizedKVCache([2, 0], bits=8)
         >>> keys, values = cache.update_and_fetch(mx.ones((2, 4, 3, 64)), mx.ones((2, 4, 3, 64)))
-        >>> [part.shape for part in keys]
-        [(2, 4, 3, 16), (2, 4, 3, 1), (2, 4, 3, 1)]
+        >>> keys[0].shape, keys[1].shape  # words, scales
+        ((2, 4, 3, 16), (2, 4, 3, 1))
     """
 
     step = 256

@@ -200,11 +200,11 @@ FILL = """for (ushort i = 0; i < x.get_capacity(); ++i) x[i] = half(i + lane);
   for (ushort i = 0; i < w.get_capacity(); ++i) w[i] = half(i + lane);
   for (ushort i = 0; i < y.get_capacity(); ++i) y[i] = 0.0f;
 """
-# What a kernel does wrong, the threads of its threadgroup, whether the layout is shuffled, and what is said of it.
+# The body of a wrong kernel, the threads of its threadgroup, whether the layout is shuffled, and the message.
 WRONG = {
     "divergence": (SETUP + FILL + "if (lane < 31) op.run(x, w, y);", 32, False, "is missed by 1 of 32"),
     "left operand not filled": (
-        SETUP + FILL.replace("x.get_capacity()", "7") + "op.run(x, w, y);", 32, False, "reads an operand of which",
+        SETUP + FILL.replace("x.get_capacity()", "7") + "op.run(x, w, y);", 32, False, "reads an operand with",
     ),
     "destination not filled": (
         SETUP + FILL.replace("y[i] = 0.0f", "x[0] = 1") + "op.run(x, w, y);", 32, False, "adds to a destination",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 WHERE = runpy.run_path(str(ROOT / "docs" / "where.py"))
 
 
-# What is composed of ops has no kernels, and no row of specs.
+# Ops that are composed of others have no kernels, and no row of specs.
 COMPOSED = {"cascade_attention"}
 
 
