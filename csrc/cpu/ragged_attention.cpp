@@ -6,13 +6,10 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/dispatch.h"
 #include "cpu/heap.h"
 #include "cpu/parallel.h"
 
 namespace mittens::cpu {
-
-MITTENS_VERSIONS(attention)
 
 namespace {
 
@@ -116,7 +113,7 @@ void run(const Attention& call, const Part& part) {
   if (part.begin >= part.end) {
     return write_all(call, part, false);
   }
-  const auto attend = attention_versions[isa_index()];
+  const auto attend = attention_here();
   float* const logsumexp = call.logsumexp ? call.logsumexp + part.batch * call.heads * call.queries : nullptr;
   if (part.last - part.first == call.queries) {
     return attend(call_of(call, part, row_of(call, part.batch, 0, 0), logsumexp));
