@@ -52,6 +52,7 @@ FILES: dict[str, tuple[str, ...]] = {
         *("moe/gather_qmm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_qmm_tiles.metal"),
         "moe/apple/row_sums.metal",
     ),
+    "mixture": ("moe/mixture.metal", "moe/apple/normed_mixture.metal"),
     "quantized_matmuls": ("matmul/qmv_several.metal",),
     "gated_delta_update": ("recurrence/recurrence.metal",),
     "linear_attention": ("recurrence/linear_attention.metal",),

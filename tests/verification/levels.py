@@ -97,6 +97,8 @@ def _with_most_threads(op: specs.Op, dtype: mx.Dtype) -> Iterator[specs.Case]:
     elif isinstance(op, specs.RowOp):
         for packs, vjp in itertools.product((512, 1024, 2048), (False, True)):
             yield specs.Case("test", (1, packs * pack), vjp=vjp)
+            if op.name == "norm_add_norm" and not vjp:
+                yield specs.Case("test", (1, packs * pack), {"clip_sum": True})
 
 
 def _most_threads() -> dict[str, int]:

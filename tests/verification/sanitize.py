@@ -31,6 +31,7 @@ WHOLE = ("bad_input", "cache_step", "composed", "integer_products", "shapeless",
 # Those of the simulator, of plans and of users' kernels run once: no instruction set changes them.
 ONCE = (
     "expert_tiles",
+    "normed_mixture",
     "normed_products",
     "quantized_matmuls",
     "simulator",
