@@ -6,6 +6,7 @@ import struct
 import numpy as np
 import pytest
 from helpers.simulate import register, run
+from helpers.tolerances import FLOAT16, FLOAT16_TWICE, SUM
 
 from mlx_mittens import frontend
 from mlx_mittens.cli.main import main
@@ -38,6 +39,10 @@ def drawn(rng, shape, name):
     return (
         rng.integers(-128, 128, shape).astype(dtype) if name == "int8_t" else rng.standard_normal(shape).astype(dtype)
     )
+
+
+def near(found, expected, limit):
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0, atol=limit * np.abs(expected).max())
 
 
 def product(left, right, transpose_left, transpose_right):
@@ -95,8 +100,7 @@ def test_a_product_in_registers(left, right, result, sizes, tl, tr, mode, shuffl
     c = np.zeros((m, n), TYPES[result])
     counts = run(register(HEADERS + text), "test", [a, b, c], shuffled_tensors=shuffled)
     expected = product(a, b, tl, tr) + (mode == "multiply_accumulate")
-    limit = {"float": 2e-6, "half": 1e-3, "int": 0}[result]
-    np.testing.assert_allclose(c.astype(np.float64), expected, rtol=0, atol=limit * np.abs(expected).max())
+    near(c, expected, {"float": SUM, "half": FLOAT16, "int": 0}[result])
     assert counts["tensor_operations"] == 1 and counts["matrix_operations"] == 0
 
 
@@ -158,7 +162,7 @@ def test_a_product_of_tensors_in_memory(scope, threads, body, shuffled, rng):
     file = register(HEADERS + MEMORY.format(m=m, n=n, scope=scope, body=body))
     data = [("input", a), ("input", b), ("output", c), ints(*sizes)]
     run(file, "test", data, (-(-sizes[1] // n), -(-sizes[0] // m), 1), threads, shuffled_tensors=shuffled)
-    np.testing.assert_allclose(c, product(a, b, False, True), rtol=0, atol=1e-4)
+    near(c, product(a, b, False, True), SUM)
 
 
 CHAINED = """
@@ -295,10 +299,6 @@ def mlx_kernel(name, headers, instantiation):
     return name
 
 
-def near(found, expected, limit):
-    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0, atol=limit * np.abs(expected).max())
-
-
 def assumes_its_layout(*arguments, **options):
     """Which a shuffled one shows: MLX's kernels fill operands by the places of an M5."""
     with pytest.raises(Fault, match=r"nax\.h:\d+: the left operand .*never asked"):
@@ -322,7 +322,7 @@ def test_mlx_fused_products(rng):
     constants = {10: False, 100: False, 110: False, 200: False, 201: True, 202: False}
     where = (file, "test", [*data, ints(0), ints(0), longs(0)], (1, 2, 1), (32, 2, 2))
     run(*where, constants=constants)
-    near(c, product(a, b, False, True), 1e-3)
+    near(c, product(a, b, False, True), FLOAT16)
     assumes_its_layout(*where, constants=constants)
 
 
@@ -339,7 +339,7 @@ def test_mlx_thin_products_ask_for_their_layout(shuffled, rng):
     data = [("input", a), ("input", b), ints(0), ("output", c), gemm_params(m, n, k, 32, 64, 2), ints(0)]
     constants = {100: False, 110: False, 200: False, 201: False, 202: False}
     run(file, "test", data, (2, 1, 1), 128, constants=constants, shuffled_tensors=shuffled)
-    near(c, product(a, b, False, True), 1e-3)
+    near(c, product(a, b, False, True), FLOAT16)
 
 
 def test_mlx_quantized_products(rng):
@@ -358,7 +358,7 @@ def test_mlx_quantized_products(rng):
     data += [ints(m), ints(0), ints(0), longs(0), ints(0), ints(0), longs(0), longs(0), longs(0)]
     where = (file, "test", data, (1, 1, 1), (32, 2, 2))
     run(*where)
-    near(y, x.astype(np.float64) @ weights.T, 2e-3)
+    near(y, x.astype(np.float64) @ weights.T, FLOAT16_TWICE)
     assumes_its_layout(*where)
 
 
@@ -381,5 +381,5 @@ def test_mlx_attention(rng):
     scores = np.einsum("bhqd,bhkd->bhqk", *(a.astype(np.float64) for a in (q, k))) * size**-0.5
     scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    near(out, weights / weights.sum(-1, keepdims=True) @ v.astype(np.float64), 4e-3)
+    near(out, weights / weights.sum(-1, keepdims=True) @ v.astype(np.float64), FLOAT16_TWICE)
     assumes_its_layout(*where, constants=constants)
