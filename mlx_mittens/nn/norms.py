@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
+from ..patching.digests import plain
 from .modules import RMSNorm
-from .rebinding import plain
 
 __all__ = ["call_of", "is_norm", "looks_offset", "offset_norm", "offset_of", "scale_of"]
 

@@ -19,11 +19,12 @@ import mlx.nn as nn
 
 from .. import _ext
 from ..patching import attention_layers
+from ..patching.digests import plain
 from ..patching.model_attention import attend
 from ..patching.targets import TARGETS, Target
 from .modules import Linear, QuantizedLinear
 
-__all__ = ["class_before", "is_appended_to", "plain", "rebind", "update_and_fetch"]
+__all__ = ["class_before", "is_appended_to", "rebind", "update_and_fetch"]
 
 _MODELS = "mlx_lm."
 # Calls of classes that come from the patch as they are; others have modules or fusions of their own in `nn`.
@@ -32,11 +33,6 @@ _CALLS = {"cache", "softcap", "linear"}
 _LAYERS = {"recurrence"}
 # Attention layers that stand before a class's own call likewise: there is no fusion of theirs in `nn`.
 _ATTENTIONS = (attention_layers.latent_attention, attention_layers.longcat_attention)
-
-
-def plain(function: Any) -> Any:
-    """A function without what the patch has put in its place."""
-    return function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function
 
 
 @functools.cache

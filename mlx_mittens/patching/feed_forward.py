@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
-from .digests import digest
+from .digests import digest, plain
 from .linears import format_of, is_quantized_linear, weights_of
 
 __all__ = ["SWITCH_LAYERS", "gated", "geglu_layer", "mixture", "weighted_experts"]
@@ -137,7 +137,7 @@ def _call_of(layer: Any) -> Any:
     for base in type(layer).__mro__:
         call = base.__dict__.get("__call__")
         if call is not None and not getattr(call, "computes_the_same", False):
-            return call.__wrapped__ if isinstance(call, _ext.FunctionWrapper) else call
+            return plain(call)
     return None
 
 

@@ -16,7 +16,7 @@ from mlx.nn.layers.distributed import sum_gradients
 
 from .. import _ext
 from . import attention_layers, feed_forward, quantized_batches, recurrent_layers, routers
-from .digests import digest, digest_in
+from .digests import digest, digest_in, plain
 
 __all__ = [
     "CLIP_RESIDUAL",
@@ -48,10 +48,6 @@ class PatchError(RuntimeError):
     """
 
 
-def _plain(function: Any) -> Any:
-    return function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function
-
-
 def _all_to_sharded(module: Any, x: mx.array) -> mx.array | None:
     return _ext.try_linear(module, sum_gradients(module.group)(x))
 
@@ -72,7 +68,7 @@ def _gemma3_block(block: Any, x: mx.array, mask: Any = None, cache: Any = None) 
     if digest_in(sys.modules[type(block).__module__], "clip_residual") != CLIP_RESIDUAL:
         return None
     norms = [block["post_attention_layernorm"], block["post_feedforward_layernorm"]]
-    is_known = all(digest(_plain(type(norm).__call__)) == _OFFSET_NORM for norm in norms)
+    is_known = all(digest(plain(type(norm).__call__)) == _OFFSET_NORM for norm in norms)
     if x.dtype == mx.float16 and (_ext.exporting() or not is_known):
         return None
     h = _plus_norm(x, block.self_attn(block.input_layernorm(x), mask, cache), norms[0])
@@ -321,7 +317,7 @@ class Target:
         except PatchError:
             return False
         functions = [getattr(owner, name, None) for name in self.rests_on or (leaf,)]
-        return " ".join(map(digest, map(_plain, functions))) == self.text
+        return " ".join(map(digest, map(plain, functions))) == self.text
 
     def _complaint(self, what: str) -> str:
         import importlib.metadata
@@ -834,7 +830,7 @@ TARGETS += [
 
 def mixture_of(base: type) -> Attempt | None:
     """What computes the call of a class of mixtures or routers, where it is one that is known."""
-    text = digest(_plain(base.__call__))
+    text = digest(plain(base.__call__))
     return next((attempt for attempt, known, _, _ in _MIXTURES if text == known), None)
 
 

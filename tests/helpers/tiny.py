@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,32 @@ def logits_of_steps(model: nn.Module, prompt: mx.array, each: mx.array) -> list[
         found.append(model(each[:, t : t + 1], cache=cache))
         mx.eval(found[-1])
     return found
+
+
+def token_and_launches(
+    model: nn.Module,
+    prompt: mx.array,
+    token: mx.array,
+    patched: AbstractContextManager[object] | None = None,
+    simulated: AbstractContextManager[object] | None = None,
+) -> tuple[mx.array, dict[str, int]]:
+    """A token's logits behind a prompt, and how often kernels of each op ran for the token.
+
+    Args:
+        model: Is called with a cache of its own.
+        prompt: Tokens before.
+        token: The one that counts.
+        patched: Around prompt and token.
+        simulated: Around the token alone.
+    """
+    cache = make_prompt_cache(model)
+    with patched or nullcontext():
+        mx.eval(model(prompt, cache=cache))
+        with simulated or nullcontext():
+            mm.stats(reset=True)
+            logits = model(token, cache=cache)
+            mx.eval(logits)
+    return logits, {op: sum(count["kernels"].values()) for op, count in mm.stats().items()}
 
 
 def kernels(op: str) -> int:

@@ -1,12 +1,9 @@
 """A token of quantized models on Apple GPUs: layers of one input are one launch, a mixture from its router on two."""
 
-import contextlib
-
 import mlx.core as mx
 import pytest
 from helpers import tiny
 from helpers.tolerances import LAYERS, assert_near, of_layer
-from mlx_lm.models import cache as caches
 
 import mlx_mittens as mm
 
@@ -34,19 +31,8 @@ def test_a_token_gives_what_mlx_lm_gives(rng, name):
     model = tiny.build(name, mx.float32, bits=4)
     prompt, token = mx.array(rng.integers(0, 320, (1, 5))), mx.array(rng.integers(0, 320, (1, 1)))
 
-    def logits(context, simulator):
-        cache = caches.make_prompt_cache(model)
-        with context:
-            mx.eval(model(prompt, cache=cache))
-            with simulator:
-                mm.stats(reset=True)
-                found = model(token, cache=cache)
-                mx.eval(found)
-        return found
-
-    expected = logits(contextlib.nullcontext(), contextlib.nullcontext())
-    found = logits(mm.patched(), mm.simulator.enabled(gpu="m2-max"))
-    counts = {op: sum(count["kernels"].values()) for op, count in mm.stats().items()}
+    expected, _ = tiny.token_and_launches(model, prompt, token)
+    found, counts = tiny.token_and_launches(model, prompt, token, mm.patched(), mm.simulator.enabled(gpu="m2-max"))
     assert {op: counts.get(op) for op in MODELS[name]} == MODELS[name]
     assert "route_top_k" not in counts
     assert_near(found, expected, name, LAYERS)
@@ -57,19 +43,9 @@ def test_a_converted_model_has_them_too(rng):
     model = tiny.build("qwen3-next-80b-a3b", mx.float32, bits=4)
     prompt, token = mx.array(rng.integers(0, 320, (1, 5))), mx.array(rng.integers(0, 320, (1, 1)))
 
-    def logits(simulator):
-        cache = caches.make_prompt_cache(model)
-        mx.eval(model(prompt, cache=cache))
-        with simulator:
-            mm.stats(reset=True)
-            found = model(token, cache=cache)
-            mx.eval(found)
-        return found
-
-    expected = logits(contextlib.nullcontext())
+    expected, _ = tiny.token_and_launches(model, prompt, token)
     mm.nn.convert(model)
-    found = logits(mm.simulator.enabled(gpu="m2-max"))
-    counts = {op: sum(count["kernels"].values()) for op, count in mm.stats().items()}
+    found, counts = tiny.token_and_launches(model, prompt, token, simulated=mm.simulator.enabled(gpu="m2-max"))
     wanted = {"gated_delta_token": 1, "quantized_matmuls": 3, "mixture": 4}
     assert {op: counts.get(op) for op in wanted} == wanted
     assert_near(found, expected, "logits", LAYERS)
@@ -79,18 +55,9 @@ def test_a_converted_model_has_them_too(rng):
 def test_norms_of_a_converted_model_lie_between_its_products(rng, dtype, name):
     model = tiny.build(name, dtype, bits=4)
     prompt, token = mx.array(rng.integers(0, 320, (1, 5))), mx.array(rng.integers(0, 320, (1, 1)))
-    cache = caches.make_prompt_cache(model)
-    mx.eval(model(prompt, cache=cache))
-    expected = model(token, cache=cache)
-    mx.eval(expected)
+    expected, _ = tiny.token_and_launches(model, prompt, token)
     mm.nn.convert(model)
-    cache = caches.make_prompt_cache(model)
-    mx.eval(model(prompt, cache=cache))
-    with mm.simulator.enabled(gpu="m2-max"):
-        mm.stats(reset=True)
-        found = model(token, cache=cache)
-        mx.eval(found)
-        counts = {op: sum(count["kernels"].values()) for op, count in mm.stats().items()}
+    found, counts = tiny.token_and_launches(model, prompt, token, simulated=mm.simulator.enabled(gpu="m2-max"))
     # The first layer's product with the joined matrix has no norm to take.
     assert {op: counts.get(op) for op in NORMS} == NORMS and counts["quantized_matmuls"] == 1
     assert_near(found, expected, name, LAYERS if dtype == mx.float32 else 2 * of_layer(dtype))

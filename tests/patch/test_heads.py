@@ -1,40 +1,25 @@
 """A token's last norm, which the product of the head takes in on Apple GPUs."""
 
-import contextlib
-
 import mlx.core as mx
 import pytest
 from helpers import tiny
 from helpers.tolerances import LAYERS, assert_near, of_layer
-from mlx_lm.models import cache as caches
 
 import mlx_mittens as mm
 
 ROWS = 24576  # fewer are no head
 
 
-def logits_of(model, tokens, context, simulator):
-    prompt, token = tokens
-    cache = caches.make_prompt_cache(model)
-    with context:
-        mx.eval(model(prompt, cache=cache))
-        with simulator:
-            mm.stats(reset=True)
-            found = model(token, cache=cache)
-            mx.eval(found)
-    return found, {op: sum(count["kernels"].values()) for op, count in mm.stats().items()}
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
 def test_the_head_takes_the_last_norm(rng, dtype, tied, converts):
     model = tiny.build("llama-3.2-1b", dtype, bits=4, vocab_size=ROWS, tie_word_embeddings=tied)
-    tokens = mx.array(rng.integers(0, ROWS, (1, 5))), mx.array(rng.integers(0, ROWS, (1, 1)))
-    expected, _ = logits_of(model, tokens, contextlib.nullcontext(), contextlib.nullcontext())
+    prompt, token = mx.array(rng.integers(0, ROWS, (1, 5))), mx.array(rng.integers(0, ROWS, (1, 1)))
+    expected, _ = tiny.token_and_launches(model, prompt, token)
     if converts:
         mm.nn.convert(model)
-    context = contextlib.nullcontext() if converts else mm.patched()
-    found, counts = logits_of(model, tokens, context, mm.simulator.enabled(gpu="m2-max"))
+    patched = None if converts else mm.patched()
+    found, counts = tiny.token_and_launches(model, prompt, token, patched, mm.simulator.enabled(gpu="m2-max"))
     assert "add_rms_norm" not in counts and counts["quantized_matmul_sum"] == 4
     assert_near(found, expected, "logits", LAYERS if dtype == mx.float32 else 2 * of_layer(dtype))
 

@@ -199,10 +199,6 @@ bool prefer_mx_attention(const char* op, const AttentionSizes& sizes, const Atte
                    stream);
 }
 
-}  // namespace
-
-namespace {
-
 enum class Computed { nowhere, by_mx, by_kernels };  // nowhere: there is nothing to compute
 
 // What computes a call; the reason that it is left to mx is counted.
@@ -349,9 +345,7 @@ mx::array attention_by_mx(const AttentionCall& call, mx::Stream s) {
     mode = "";
     const mx::Shape scores = call.scores_shape();
     const mx::array seen = *seen_keys(call.options, 0, scores[2], scores[2], scores[3], s);
-    mask = !mask                        ? seen
-           : mask->dtype() == mx::bool_ ? mx::logical_and(*mask, seen, s)
-                                        : mx::where(seen, *mask, mx::array(-INFINITY, mask->dtype()), s);
+    mask = with_seen(mask, seen, s);
   }
   const std::optional<mx::array> sees = seeing_queries(call, s);
   if (sees && mask && mask->dtype() != mx::bool_) {
@@ -401,39 +395,25 @@ AttentionCall checked(const char* op, const mx::array& q, const mx::array& k, co
   return call;
 }
 
-AttentionOutput scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                                             const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                             std::optional<int> window, bool force_fused, bool exact,
-                                             const std::optional<mx::array>& starts,
-                                             const std::optional<mx::array>& ends, bool return_logsumexp,
-                                             mx::StreamOrDevice where) {
+// end: whether the call is computed in any case, or where kernels cover it.
+template <typename Result, auto end>
+Result attention_of(const mx::array& q, const mx::array& k, const mx::array& v, float scale, const MaskArgument& mask,
+                    const std::optional<mx::array>& sinks, std::optional<int> window, bool force_fused, bool exact,
+                    const std::optional<mx::array>& starts, const std::optional<mx::array>& ends, bool return_logsumexp,
+                    mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   AttentionCall call = checked(op, q, k, v, scale, mask, sinks, window, force_fused, exact, starts, ends, stream);
   if (return_logsumexp) {
     return with_logsumexp(op, std::move(call), attention_by_mx, stream);
   }
-  return finished(attend(op, std::move(call), stream), attention_by_mx, stream);
-}
-
-std::optional<AttentionOutput> try_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                                             const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                             std::optional<int> window, bool force_fused, bool exact,
-                                             const std::optional<mx::array>& starts,
-                                             const std::optional<mx::array>& ends, bool return_logsumexp,
-                                             mx::StreamOrDevice where) {
-  const mx::Stream stream = checks::checked_stream(op, where);
-  AttentionCall call = checked(op, q, k, v, scale, mask, sinks, window, force_fused, exact, starts, ends, stream);
-  if (return_logsumexp) {
-    return with_logsumexp(op, std::move(call), attention_by_mx, stream);
-  }
-  return found_in(attend(op, std::move(call), stream), attention_by_mx, stream);
+  return end(attend(op, std::move(call), stream), attention_by_mx, stream);
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &try_attention, &scaled_dot_product_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
-         "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(), "window"_a.none() = nb::none(),
-         "force_fused"_a = false, "exact"_a = false, "starts"_a.none() = nb::none(), "ends"_a.none() = nb::none(),
-         "return_logsumexp"_a = false, "stream"_a = nb::none());
+  define(module, op, &attention_of<std::optional<AttentionOutput>, found_in>, &attention_of<AttentionOutput, finished>,
+         "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(),
+         "window"_a.none() = nb::none(), "force_fused"_a = false, "exact"_a = false, "starts"_a.none() = nb::none(),
+         "ends"_a.none() = nb::none(), "return_logsumexp"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -145,41 +145,27 @@ AttentionResult attended(AttentionCall call, mx::Stream stream) {
                                                  : std::move(result);
 }
 
-std::optional<AttentionOutput> try_quantized_attention(const mx::array& queries, const Triple& q_keys,
-                                                       const Triple& q_values, float scale, const MaskArgument& mask,
-                                                       int group_size, int bits, const std::optional<mx::array>& sinks,
-                                                       std::optional<int> window, bool exact,
-                                                       const std::optional<mx::array>& starts,
-                                                       const std::optional<mx::array>& ends, bool return_logsumexp,
-                                                       mx::StreamOrDevice where) {
+// end: whether the call is computed in any case, or where kernels cover it.
+template <typename Result, auto end>
+Result attention_of(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
+                    const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
+                    std::optional<int> window, bool exact, const std::optional<mx::array>& starts,
+                    const std::optional<mx::array>& ends, bool return_logsumexp, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   AttentionCall call =
       checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, exact, starts, ends, stream);
   if (return_logsumexp) {
     return with_logsumexp(op, std::move(call), by_mx, stream);
   }
-  return found_in(attended(std::move(call), stream), by_mx, stream);
-}
-
-AttentionOutput quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
-                                    const MaskArgument& mask, int group_size, int bits,
-                                    const std::optional<mx::array>& sinks, std::optional<int> window, bool exact,
-                                    const std::optional<mx::array>& starts, const std::optional<mx::array>& ends,
-                                    bool return_logsumexp, mx::StreamOrDevice where) {
-  const mx::Stream stream = checks::checked_stream(op, where);
-  AttentionCall call =
-      checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, exact, starts, ends, stream);
-  if (return_logsumexp) {
-    return with_logsumexp(op, std::move(call), by_mx, stream);
-  }
-  return finished(attended(std::move(call), stream), by_mx, stream);
+  return end(attended(std::move(call), stream), by_mx, stream);
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &try_quantized_attention, &quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a, "scale"_a,
-         "mask"_a.none() = nb::none(), "group_size"_a = 64, "bits"_a = 8, nb::kw_only(), "sinks"_a.none() = nb::none(),
-         "window"_a.none() = nb::none(), "exact"_a = false, "starts"_a.none() = nb::none(),
-         "ends"_a.none() = nb::none(), "return_logsumexp"_a = false, "stream"_a = nb::none());
+  define(module, op, &attention_of<std::optional<AttentionOutput>, found_in>, &attention_of<AttentionOutput, finished>,
+         "queries"_a, "q_keys"_a, "q_values"_a, "scale"_a, "mask"_a.none() = nb::none(), "group_size"_a = 64,
+         "bits"_a = 8, nb::kw_only(), "sinks"_a.none() = nb::none(), "window"_a.none() = nb::none(), "exact"_a = false,
+         "starts"_a.none() = nb::none(), "ends"_a.none() = nb::none(), "return_logsumexp"_a = false,
+         "stream"_a = nb::none());
 }
 
 const Register registered(bind);

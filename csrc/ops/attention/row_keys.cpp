@@ -40,13 +40,13 @@ AttentionOptions masked(AttentionOptions options) {
   return options;
 }
 
-mx::array mask_of_rows(const std::optional<mx::array>& mask, const mx::array& seen, mx::Stream s) {
+}  // namespace
+
+mx::array with_seen(const std::optional<mx::array>& mask, const mx::array& seen, mx::Stream s) {
   return !mask                        ? seen
          : mask->dtype() == mx::bool_ ? mx::logical_and(*mask, seen, s)
                                       : mx::where(seen, *mask, mx::array(-INFINITY, mask->dtype()), s);
 }
-
-}  // namespace
 
 void take_row_keys(const char* op, AttentionCall& call, const std::optional<mx::array>& starts,
                    const std::optional<mx::array>& ends, mx::Stream stream) {
@@ -86,7 +86,7 @@ void take_row_keys(const char* op, AttentionCall& call, const std::optional<mx::
 AttentionCall with_mask_of_rows(const AttentionCall& call, mx::Stream s) {
   AttentionCall result = call;
   const mx::Shape scores = call.scores_shape();
-  result.mask = mask_of_rows(call.mask, seen_by_rows(call.options, call.starts, call.ends, scores[2], scores[3], s), s);
+  result.mask = with_seen(call.mask, seen_by_rows(call.options, call.starts, call.ends, scores[2], scores[3], s), s);
   result.starts = result.ends = std::nullopt;
   result.options = masked(call.options);
   return result;
@@ -96,7 +96,7 @@ DenseAttention with_mask_of_rows(const DenseAttention& call, const std::optional
                                  const std::optional<mx::array>& ends, mx::Stream s) {
   DenseAttention result = call;
   const int queries = call.queries.shape(2), keys = call.keys.shape(2);
-  result.mask = mask_of_rows(call.mask, seen_by_rows(call.options, starts, ends, queries, keys, s), s);
+  result.mask = with_seen(call.mask, seen_by_rows(call.options, starts, ends, queries, keys, s), s);
   result.options = masked(call.options);
   return result;
 }

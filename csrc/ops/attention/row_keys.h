@@ -18,6 +18,9 @@ AttentionCall with_mask_of_rows(const AttentionCall& call, mx::Stream stream);
 DenseAttention with_mask_of_rows(const DenseAttention& call, const std::optional<mx::array>& starts,
                                  const std::optional<mx::array>& ends, mx::Stream stream);
 
+// A mask that shows no more than the keys seen: of bool, or with -inf for the others where it has numbers.
+mx::array with_seen(const std::optional<mx::array>& mask, const mx::array& seen, mx::Stream stream);
+
 // Results [batch, heads, queries, ..] with NaN for queries whose start or end is no key.
 mx::array or_nan(const mx::array& results, const std::optional<mx::array>& starts, const std::optional<mx::array>& ends,
                  int keys, mx::Stream stream);
