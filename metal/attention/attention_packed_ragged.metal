@@ -1,4 +1,4 @@
-// Attention over keys and values of 4 and 8 bits, of which each row of the batch has those from its start to its end:
+// Attention over keys and values of 4 and 8 bits, each row of the batch from its own start to its own end:
 // attention/attention.h for each type and widths of heads.
 #include <metal_stdlib>
 

@@ -1,4 +1,4 @@
-// Attention over keys and values as they are, of which each row of the batch has those from its start to its end:
+// Attention over keys and values as they are, each row of the batch from its own start to its own end:
 // attention/attention.h for each type and width of heads.
 #include <metal_stdlib>
 
