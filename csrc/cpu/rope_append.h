@@ -29,6 +29,7 @@ struct RopeAppend {
   const float* freqs;  // [pairs] or nullptr
   const void* query_norm;  // [width] or nullptr
   const void* key_norm;  // [width] or nullptr
+  const void* value_norm;  // [value width] or nullptr
   const int32_t* offsets;  // [batch], or nullptr where `offset` holds for all
   void* queries;  // [batch, query heads, tokens, width]
   CacheBuffer keys;  // [batch, key heads, key capacity, ..]; only the new tokens are written
@@ -38,6 +39,7 @@ struct RopeAppend {
   size_t key_heads;
   size_t tokens;
   size_t width;
+  size_t value_width;  // another one only where they are not quantized
   size_t pairs;  // of elements that are rotated
   size_t key_capacity;
   size_t value_capacity;
@@ -47,6 +49,8 @@ struct RopeAppend {
   float base;
   float eps;  // of the norms
   float weight_offset;  // added to their weights
+  float query_scale;  // of turned queries
+  float value_scale;  // of normed values
   bool traditional;  // pairs are neighbours
   size_t group_size;  // of quantized keys and values: 32, 64 or 128
   size_t bits;  // 0 where they are not quantized

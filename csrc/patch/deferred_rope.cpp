@@ -40,6 +40,7 @@ struct DeferredRope {
   std::variant<int, WeakArray> offset;
   std::optional<WeakArray> freqs;
   mx::Stream stream;
+  float factor = 1.0f;  // of what is turned
 
   bool turns_as(const DeferredRope& other) const {
     const auto f = frequencies(), g = other.frequencies();
@@ -175,6 +176,53 @@ bool has_weight_of(const PendingRmsNorm& norm) {
   return norm.weight && norm.weight->dtype() == norm.x.dtype() && norm.weight->shape() == mx::Shape{norm.x.shape(-1)};
 }
 
+// What an axis was put into, and a factor of all elements that is known by now: none else.
+const mx::array& before_axis(const mx::array& array) {
+  const bool is_view = is_pending(array) && std::string_view(array.primitive().name()) == "ExpandDims";
+  return is_view ? array.inputs()[0] : array;
+}
+
+std::optional<float> known_factor(const mx::array& factor) {
+  const bool is_view = is_pending(factor) && std::string_view(factor.primitive().name()) == "Broadcast";
+  const mx::array& array = is_view ? factor.inputs()[0] : factor;
+  if (array.size() != 1 || array.status() != mx::array::Status::available) {
+    return std::nullopt;
+  }
+  switch (array.dtype()) {
+    case mx::float32:
+      return *array.data<float>();
+    case mx::float16:
+      return static_cast<float>(*array.data<mx::float16_t>());
+    case mx::bfloat16:
+      return static_cast<float>(*array.data<mx::bfloat16_t>());
+    default:
+      return std::nullopt;
+  }
+}
+
+// Takes the norm, and a factor behind it, out of values that are the latents of a layer.
+void take_value_norm(mx::array& values, Rotary& rotary) {
+  const mx::array* latents = &before_axis(values);
+  float scale = 1.0f;
+  if (is_pending(*latents) && std::string_view(latents->primitive().name()) == "Multiply") {
+    const auto factor = known_factor(latents->inputs()[1]);
+    if (!factor) {
+      return;
+    }
+    scale = *factor;
+    latents = &latents->inputs()[0];
+  }
+  const auto norm = pending_rms_norm(*latents);
+  if (norm && has_weight_of(*norm) && !rotary.query_norm && norm->x.ndim() == 3 && values.ndim() == 4 &&
+      values.shape(1) == 1) {
+    rotary.value_norm = norm->weight;
+    rotary.value_scale = scale;
+    rotary.eps = norm->eps;
+    rotary.weight_offset = norm->weight_offset;
+    values = mx::expand_dims(norm->x, 1, latents->primitive().stream());
+  }
+}
+
 // Takes norms of both out of heads, for the kernel to apply.
 void take_norms(mx::array& queries, mx::array& keys, Rotary& rotary) {
   const auto of_queries = unnormed(queries), of_keys = unnormed(keys);
@@ -224,14 +272,22 @@ std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional
 std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
                                           const mx::array& new_values, int first, const Arrays& made_of) {
   const auto& [a, b] = calls.of;
-  if (!a || !b || !(a->y.is(new_keys) || b->y.is(new_keys)) || !a->turns_as(*b)) {
+  if (!a || !b || !a->turns_as(*b)) {
     return std::nullopt;
   }
-  const DeferredRope& of_keys = a->y.is(new_keys) ? *a : *b;
-  const DeferredRope& of_queries = a->y.is(new_keys) ? *b : *a;
+  // A layer of latents has them as its keys, and what it turns as its values: here it is the other way round.
+  const auto is_turned = [&](const mx::array& fresh) { return a->y.is(fresh) || b->y.is(fresh); };
+  const bool has_latents = !is_turned(new_keys) && packing.bits == 0;
+  const mx::array& turned_keys = has_latents ? new_values : new_keys;
+  mx::array others = has_latents ? new_keys : new_values;
+  if (!is_turned(turned_keys)) {
+    return std::nullopt;
+  }
+  const DeferredRope& of_keys = a->y.is(turned_keys) ? *a : *b;
+  const DeferredRope& of_queries = a->y.is(turned_keys) ? *b : *a;
   const auto turned_queries = of_queries.y.lock();
   auto queries = of_queries.x.lock(), heads = of_keys.x.lock();
-  if (!turned_queries || !queries || !heads || !is_pending(new_keys)) {
+  if (!turned_queries || !queries || !heads || !is_pending(turned_keys) || of_keys.factor != 1.0f) {
     return std::nullopt;
   }
   // The queries become a result of what they must not be needed for.
@@ -241,14 +297,15 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
     return may_be_input(array) || is_of_few_but(array, *turned_queries);
   };
   if (!is_of_pending(*turned_queries) || !std::all_of(made_of.begin(), made_of.end(), may_be_held) ||
-      !may_be_input(*heads) || !may_be_input(new_values)) {
+      !may_be_input(*heads) || !may_be_input(others)) {
     return std::nullopt;
   }
   Rotary rotary{.dims = of_keys.dims,
                 .base = of_keys.base,
                 .scale = of_keys.scale,
                 .freqs = of_keys.frequencies(),
-                .traditional = of_keys.traditional};
+                .traditional = of_keys.traditional,
+                .query_scale = of_queries.factor};
   if (rotary.freqs && !is_of_few_but(*rotary.freqs, *turned_queries)) {
     return std::nullopt;
   }
@@ -258,12 +315,33 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
     return std::nullopt;
   }
   take_norms(*queries, *heads, rotary);
-  auto append = rope_append_of(*queries, *heads, new_values, buffers, packing, rotary, *offset, first, of_keys.stream);
+  Arrays targets = buffers;
+  if (has_latents) {
+    take_value_norm(others, rotary);
+    std::swap(targets[0], targets[1]);
+  }
+  auto append = rope_append_of(*queries, *heads, others, targets, packing, rotary, *offset, first, of_keys.stream);
   if (!append || !may_be_a_step(*append)) {
     return std::nullopt;
   }
   calls = {};  // another cache that these keys go to appends them as they are: the queries are this step's
-  return cache_step(*std::move(append), std::nullopt, *turned_queries);
+  CacheStep step = cache_step(*std::move(append), std::nullopt, *turned_queries);
+  if (has_latents) {
+    std::swap(step.buffers[0], step.buffers[1]);
+  }
+  return step;
+}
+
+mx::array times_turned(const mx::array& turned, float factor) {
+  const mx::Stream stream = turned.has_primitive() ? turned.primitive().stream() : mx::to_stream({});
+  mx::array y = mx::multiply(turned, mx::array(factor, turned.dtype()), stream);
+  for (auto& call : calls.of) {
+    if (call && call->y.is(turned) && !y.is_tracer()) {
+      call->y = WeakArray(y);
+      call->factor *= factor;
+    }
+  }
+  return y;
 }
 
 std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
@@ -271,12 +349,13 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   return append_with_rope(buffers, packing, new_keys, new_values, first, buffers);
 }
 
-void turn_as_append_does(mx::array& new_keys, const mx::array& new_values) {
+void turn_as_append_does(mx::array& new_keys, mx::array& new_values) {
   const mx::Stream stream = new_keys.has_primitive() ? new_keys.primitive().stream() : mx::to_stream({});
   const Arrays buffers = {unwritten_buffer(new_keys.shape(), new_keys.dtype(), stream),
                           unwritten_buffer(new_values.shape(), new_values.dtype(), stream)};
   if (const auto step = append_with_rope(buffers, {}, new_keys, new_values, 0, {})) {
     new_keys.overwrite_descriptor(step->buffers[0]);
+    new_values.overwrite_descriptor(step->buffers[1]);
   }
 }
 
@@ -285,6 +364,9 @@ namespace {
 void bind(nb::module_& module) {
   module.def("try_rope", lenient("rope", &try_rope, &mx_rope), "a"_a, "dims"_a, nb::kw_only(), "traditional"_a,
              "base"_a.none(), "scale"_a, "offset"_a, "freqs"_a.none() = nb::none(), "stream"_a = nb::none());
+  module.def(
+      "times_turned", &times_turned, "turned"_a, "factor"_a,
+      "Heads that mx.fast.rope has turned times a factor, which an append to a cache may multiply queries with.");
 }
 
 const Register registered(bind);

@@ -27,8 +27,8 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
 std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
                                           const mx::array& new_values, int first);
 
-// Turns new keys, and the queries beside them, as that append does, for a cache that appends them itself: both arrays
+// Turns new keys, and the queries beside them, as that append does, for a cache that appends them itself: the arrays
 // become the kernel's. Does nothing where the append would be none.
-void turn_as_append_does(mx::array& new_keys, const mx::array& new_values);
+void turn_as_append_does(mx::array& new_keys, mx::array& new_values);
 
 }  // namespace mittens

@@ -626,7 +626,7 @@ bool is_nothing(const nb::object& seen) {
 // An update_and_fetch whose keys are turned alike where the cache itself is to append them: a token's keys and queries
 // then have the same bits in every call.
 template <auto try_update>
-auto with_keys_alike(const nb::object& cache, mx::array& new_keys, const mx::array& new_values) {
+auto with_keys_alike(const nb::object& cache, mx::array& new_keys, mx::array& new_values) {
   auto seen = try_update(cache, new_keys, new_values);
   if (is_exact() && is_nothing(seen)) {
     turn_as_append_does(new_keys, new_values);

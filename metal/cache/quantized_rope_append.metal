@@ -109,7 +109,8 @@ template <typename T, bool Normed>
   if (item < query_items) {
     const uint head = item / parts;
     const Head<T, Normed> turned =
-        head_of<T, Normed>(row_of(new_queries, params.query_strides, batch, head, token), query_norm, params, lane);
+        head_of<T, Normed>(
+            row_of(new_queries, params.query_strides, batch, head, token), query_norm, width, 1.0f, params, lane);
     device T* target = queries + (size_t(batch * params.query_heads + head) * params.tokens + token) * width;
     rotate_part<T, Normed>(turned, freqs, target, params, at, item % parts * 32 + lane, 32 * parts);
     return;
@@ -133,7 +134,8 @@ template <typename T, bool Normed>
     }
   } else {
     const Head<T, Normed> turned =
-        head_of<T, Normed>(row_of(new_keys, params.key_strides, batch, own_head, token), key_norm, params, lane);
+        head_of<T, Normed>(
+            row_of(new_keys, params.key_strides, batch, own_head, token), key_norm, width, 1.0f, params, lane);
 #pragma unroll
     for (uint i = 0; i < most_values; ++i) {
       values[i] = i < count ? float(rotated<T, Normed>(turned, freqs, params, at, first + i)) : 0.0f;

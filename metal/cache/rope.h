@@ -17,27 +17,31 @@ struct Head {
   const device T* weight;
   float weight_offset;
   float rstd;
+  float scale;
 
   float at(uint column) const {
     const T x = row[column];
-    return Normed ? round_to<T>(round_to<T>(float(x) * rstd) * (float(weight[column]) + weight_offset)) : float(x);
+    const float y =
+        Normed ? round_to<T>(round_to<T>(float(x) * rstd) * (float(weight[column]) + weight_offset)) : float(x);
+    return y * scale;
   }
 };
 
 // A simdgroup reads the whole head.
 template <typename T, bool Normed>
 inline Head<T, Normed> head_of(
-    const device T* row, const device T* weight, constant RopeAppendParams& params, uint lane) {
+    const device T* row, const device T* weight, uint width, float scale, constant RopeAppendParams& params,
+    uint lane) {
   float inverse = 1.0f;
   if (Normed) {
     float sum = 0;
-    for (uint column = lane; column < params.width; column += 32) {
+    for (uint column = lane; column < width; column += 32) {
       const float x = float(row[column]);
       sum += x * x;
     }
-    inverse = rstd(simd_sum(sum), params.width, params.eps);
+    inverse = rstd(simd_sum(sum), width, params.eps);
   }
-  return {row, weight, params.weight_offset, inverse};
+  return {row, weight, params.weight_offset, inverse, scale};
 }
 
 // Of the angle by which a pair turns at a position.

@@ -7,7 +7,8 @@
 // Traditional pairs are the neighbours x[2 * i] and x[2 * i + 1] instead. A batch may have an offset for each of its rows.
 //
 // Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * (weight + offset)) of its
-// head, as rms_norm has it.
+// head, as rms_norm has it. Values may have a norm of their own, T(T(v * n) * weight) times a scale, and another width:
+// the latents of a layer whose heads share them. Queries may be multiplied by a scale after they are turned.
 //
 // A simdgroup takes 64 columns of a head of a token, so that a lane has at most one pair: rows are short and few, and what
 // counts is that there is one launch, and how long its longest chain is.
@@ -24,15 +25,16 @@ template <typename T, bool Normed>
 [[kernel, max_total_threads_per_threadgroup(128)]] void rope_append(
     const device T* new_queries [[buffer(0)]],  // [batch, query heads, tokens, width] by params.query_strides
     const device T* new_keys [[buffer(1)]],     // [batch, key heads, tokens, width] by params.key_strides
-    const device T* new_values [[buffer(2)]],   // [batch, key heads, tokens, width] by params.value_strides
+    const device T* new_values [[buffer(2)]],   // [batch, key heads, tokens, value width] by params.value_strides
     const device float* freqs [[buffer(3)]],    // [pairs]
     const device T* query_norm [[buffer(4)]],   // [width]
     const device T* key_norm [[buffer(5)]],     // [width]
-    const device int* offsets [[buffer(6)]],    // [batch]
-    device T* queries [[buffer(7)]],            // [batch, query heads, tokens, width]
-    device T* keys [[buffer(8)]],               // [batch, key heads, key capacity, width]
-    device T* values [[buffer(9)]],             // [batch, key heads, value capacity, width]
-    constant RopeAppendParams& params [[buffer(10)]],
+    const device T* value_norm [[buffer(6)]],   // [value width]
+    const device int* offsets [[buffer(7)]],    // [batch]
+    device T* queries [[buffer(8)]],            // [batch, query heads, tokens, width]
+    device T* keys [[buffer(9)]],               // [batch, key heads, key capacity, width]
+    device T* values [[buffer(10)]],            // [batch, key heads, value capacity, value width]
+    constant RopeAppendParams& params [[buffer(11)]],
     uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -40,20 +42,31 @@ template <typename T, bool Normed>
   const uint batch = group.x / params.tokens;
   const uint token = group.x % params.tokens;
   const uint width = params.width;
-  const uint parts = (width + 63) / 64;  // of a head
-  const uint head = (group.y * simdgroups + simdgroup) / parts;
-  const uint first = (group.y * simdgroups + simdgroup) % parts * 32 + lane;
+  uint item = group.y * simdgroups + simdgroup;
+  const uint turned_items = (params.query_heads + params.key_heads) * ((width + 63) / 64);
+  const bool is_value = item >= turned_items;
+  item -= is_value ? turned_items : 0;
+  const uint parts = ((is_value ? params.value_width : width) + 63) / 64;  // of a head
+  const uint head = item / parts;
+  const uint first = item % parts * 32 + lane;
   const uint step = 32 * parts;
-  if (head >= params.query_heads + 2 * params.key_heads) {
-    return;
-  }
 
-  if (head >= params.query_heads + params.key_heads) {
-    const uint value_head = head - params.query_heads - params.key_heads;
-    const device T* row = row_of(new_values, params.value_strides, batch, value_head, token);
-    device T* target =
-        values + (size_t(batch * params.key_heads + value_head) * params.value_capacity + params.first + token) * width;
-    for (uint column = first; column < width; column += step) {
+  if (is_value) {
+    if (head >= params.key_heads) {
+      return;
+    }
+    const device T* row = row_of(new_values, params.value_strides, batch, head, token);
+    device T* target = values + (size_t(batch * params.key_heads + head) * params.value_capacity + params.first +
+                                 token) * params.value_width;
+    if (params.has_value_norm) {
+      const Head<T, true> normed =
+          head_of<T, true>(row, value_norm, params.value_width, params.value_scale, params, lane);
+      for (uint column = first; column < params.value_width; column += step) {
+        target[column] = T(normed.at(column));
+      }
+      return;
+    }
+    for (uint column = first; column < params.value_width; column += step) {
       target[column] = row[column];
     }
     return;
@@ -70,7 +83,8 @@ template <typename T, bool Normed>
     target = keys + (size_t(batch * params.key_heads + key_head) * params.key_capacity + params.first + token) * width;
   }
   const int at = (params.has_offsets ? offsets[batch] : params.offset) + int(token);
-  const Head<T, Normed> turned = head_of<T, Normed>(row, is_query ? query_norm : key_norm, params, lane);
+  const Head<T, Normed> turned = head_of<T, Normed>(
+      row, is_query ? query_norm : key_norm, width, is_query ? params.query_scale : 1.0f, params, lane);
   rotate_part<T, Normed>(turned, freqs, target, params, at, first, step);
 }
 

@@ -15,6 +15,7 @@ struct RopeAppendParams {
   uint32_t key_heads;       // and as many heads of values
   uint32_t tokens;
   uint32_t width;           // of a head
+  uint32_t value_width;     // of a head of values
   uint32_t pairs;           // of a head's elements that are rotated: the first 2 * pairs of them
   uint32_t key_capacity;    // tokens that the buffers have room for
   uint32_t value_capacity;
@@ -24,9 +25,12 @@ struct RopeAppendParams {
   float log2_base;
   float eps;
   float weight_offset;      // added to the norms' weights
+  float query_scale;        // of turned queries
+  float value_scale;        // of normed values
   uint32_t has_freqs;
   uint32_t has_offsets;     // a position for each row of the batch
   uint32_t traditional;     // pairs are neighbours
+  uint32_t has_value_norm;
 };
 
 struct QuantizedRopeAppendParams {

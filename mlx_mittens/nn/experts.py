@@ -98,4 +98,5 @@ def _routed(base: type, attempt: Callable[..., Any]) -> type:
         result = None if _ext.exporting() else attempt(self, x)
         return super(type(self), self).__call__(x) if result is None else result
 
+    call.computes_the_same = True  # type: ignore[attr-defined]
     return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})

@@ -57,18 +57,16 @@ def _latent(
     queries, latent = products(x, [layer[first], layer["kv_a_proj_with_mqa"]], alone=True)
     if layer.q_lora_rank is not None:
         queries = layer["q_b_proj"](layer["q_a_layernorm"](queries))
-    queries = _heads(queries, heads)
-    if query_scale is not None:
-        queries = queries * query_scale
-    queries, turned = mx.split(queries, [layer.qk_nope_head_dim], axis=-1)
+    scale = layer.scale if query_scale is None else layer.scale * query_scale
+    queries, turned = mx.split(_heads(queries, heads), [layer.qk_nope_head_dim], axis=-1)
     latent, key = mx.split(latent, [layer.kv_lora_rank], axis=-1)
     latent = layer["kv_a_layernorm"](latent)
     if latent_scale is not None:
         latent = latent * latent_scale
     turned, key = (layer.rope(part, cache.offset) for part in (turned, _heads(key, 1)))
+    turned = _ext.times_turned(turned, scale)
     latent, keys = cache.update_and_fetch(mx.expand_dims(latent, axis=1), key)
-    scores = (turned * layer.scale) @ keys.swapaxes(-1, -2)
-    options = {"cache": cache, "scale": layer.scale, "mask": scores}
+    options = {"cache": cache, "scale": scale, "mask": turned @ keys.swapaxes(-1, -2)}
     output = _attention()(layer["embed_q"](queries), latent, latent, **options)
     output = layer["unembed_out"](output).transpose(0, 2, 1, 3).reshape(1, 1, -1)
     return cast(mx.array, layer["o_proj"](output))

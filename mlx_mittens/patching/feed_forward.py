@@ -29,7 +29,8 @@ _ACTIVATIONS = {
     "mlx_lm.models.activations.SwigluOAI": "clipped",
 }
 _CLIPPED = (1.702, 7.0)  # of gpt-oss
-_SHARED_EXPERT = "2bf452938b26f61d"  # Qwen3NextMLP.__call__ and that of qwen2_moe.MLP
+# Calls of shared experts: Qwen3NextMLP and its like, and those of DeepSeek-V3's kind.
+_SHARED_EXPERTS = ("2bf452938b26f61d", "a7b836f717147942")
 
 
 def geglu_layer(layer: Any, x: mx.array) -> mx.array:
@@ -132,7 +133,7 @@ def weighted_experts(
     )
 
 
-def _call_of(layer: Any) -> Any:
+def call_of(layer: Any) -> Any:
     """The call of a layer's class, without fusions that compute the same."""
     for base in type(layer).__mro__:
         call = base.__dict__.get("__call__")
@@ -173,7 +174,7 @@ def mixture(
     if activation is None or not all(map(_is_plain, stacks)):
         return None
     alone = [] if shared is None else [shared[name] for name in names]
-    if alone and (activation != "swiglu" or digest(_call_of(shared)) != _SHARED_EXPERT):
+    if alone and (activation != "swiglu" or digest(call_of(shared)) not in _SHARED_EXPERTS):
         return None
     if not all(map(is_quantized_linear, alone)) or any("bias" in layer for layer in alone):
         return None

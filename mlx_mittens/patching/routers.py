@@ -13,14 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
-from .digests import digest_in
-from .feed_forward import mixture, weighted_experts
+from .digests import digest, digest_in
+from .feed_forward import call_of, mixture, weighted_experts
 from .linears import products
 
 __all__ = [
     "deepseek_gate",
     "deepseek_v2_gate",
     "deepseek_v3_gate",
+    "deepseek_v3_mixture",
     "ernie_mixture",
     "gpt_oss_mixture",
     "granite_gate",
@@ -34,8 +35,10 @@ __all__ = [
 ]
 
 
-# The functions by which gates of DeepSeek-V3's kind choose.
+# The functions by which gates of DeepSeek-V3's kind choose, and the gates' calls.
 _GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
+_V3_GATE = "51d7e60aa00e0751"
+_ALWAYS = 64.0  # whose sigmoid is 1 in float32: the logit of a shared expert without a gate
 
 
 def _logits(router: Any, x: mx.array) -> mx.array:
@@ -124,18 +127,51 @@ def deepseek_v2_gate(gate: Any, x: mx.array) -> Any:
     return _ext.try_route_top_k(x @ gate.weight.T, gate.top_k, scale=gate.routed_scaling_factor)
 
 
-def deepseek_v3_gate(gate: Any, x: mx.array) -> Any:
+def _deepseek_v3_route(gate: Any) -> dict[str, Any] | None:
+    """How a gate of DeepSeek-V3's kind chooses, where it has no groups."""
     module = sys.modules[type(gate).__module__]
     if gate.n_group > 1 or digest_in(module, "group_expert_select") not in _GROUP_SELECTS:
         return None
-    return _ext.try_route_top_k(
-        (x @ gate.weight.T).astype(mx.float32),
-        gate.top_k,
-        gate.e_score_correction_bias,
-        "sigmoid",
-        gate.norm_topk_prob and gate.top_k > 1,
-        scale=gate.routed_scaling_factor,
-    )
+    renormalize = gate.norm_topk_prob and gate.top_k > 1
+    return {"scores": "sigmoid", "renormalize": renormalize, "scale": gate.routed_scaling_factor}
+
+
+def deepseek_v3_gate(gate: Any, x: mx.array) -> Any:
+    route = _deepseek_v3_route(gate)
+    if route is None:
+        return None
+    logits = (x @ gate.weight.T).astype(mx.float32)
+    return _ext.try_route_top_k(logits, gate.top_k, gate.e_score_correction_bias, **route)
+
+
+def deepseek_v3_mixture(block: Any, x: mx.array) -> mx.array | None:
+    gate = block.gate
+    if block.sharding_group is not None or digest(call_of(gate)) != _V3_GATE:
+        return None
+    route = _deepseek_v3_route(gate)
+    if route is None:
+        return None
+    shared = block.shared_experts if block.config.n_shared_experts is not None else None
+    return _with_shared_expert(block.switch_mlp, x, x @ gate.weight.T, gate, shared, route)
+
+
+def _with_shared_expert(
+    glu: Any, x: mx.array, logits: mx.array, gate: Any, shared: Any, route: dict[str, Any]
+) -> mx.array | None:
+    """Experts that a gate with a bias chooses, beside one that all tokens take."""
+    bias, k = gate.e_score_correction_bias, gate.top_k
+    if shared is not None:
+        always = mx.array(_ALWAYS, x.dtype).reshape(*[1] * x.ndim)
+        together = mixture(glu, x, logits, k, shared, always, router_bias=bias, **route)
+        if together is not None:
+            return together
+    y = mixture(glu, x, logits, k, router_bias=bias, **route)
+    if y is None:
+        chosen = _ext.try_route_top_k(logits.astype(mx.float32), k, bias, **route)
+        if chosen is None:
+            return None
+        y = weighted_experts(glu, x, chosen[0], chosen[1], rounded=True)
+    return y if shared is None else y + shared(x)
 
 
 def granite_gate(gate: Any, hidden_states: mx.array) -> Any:

@@ -798,6 +798,15 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("self", "x"),
     ),
     (
+        routers.deepseek_v3_mixture,
+        "7dfae2f18c3a8b38",
+        (
+            *("deepseek_v3.DeepseekV3MoE", "deepseek_v32.DeepseekV32MoE", "glm4_moe.MoE"),
+            "glm4_moe_lite.Glm4MoeLiteMoE",
+        ),
+        ("self", "x"),
+    ),
+    (
         routers.granite_gate,
         "3fc5b5c918b88f8f",
         ("granitemoe.GraniteMoeTopKGating",),

@@ -18,16 +18,19 @@ struct Rotary {
   std::optional<mx::array> freqs;
   std::optional<mx::array> query_norm;
   std::optional<mx::array> key_norm;
+  std::optional<mx::array> value_norm;
   float eps = 0.0f;  // of the norms
   float weight_offset = 0.0f;  // added to the norms' weights
   bool traditional = false;  // pairs are neighbours
+  float query_scale = 1.0f;  // of turned queries
+  float value_scale = 1.0f;  // of normed values
 };
 
 template <>
 struct ArraysIn<Rotary> {
   template <typename Visitor>
   static void visit(Rotary& rotary, const Visitor& visitor) {
-    for (auto* array : {&rotary.freqs, &rotary.query_norm, &rotary.key_norm}) {
+    for (auto* array : {&rotary.freqs, &rotary.query_norm, &rotary.key_norm, &rotary.value_norm}) {
       ArraysIn<std::optional<mx::array>>::visit(*array, visitor);
     }
   }
@@ -54,7 +57,8 @@ std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& ke
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream);
 
 // The same of new queries, keys and values, each [batch, heads, tokens, width] or [batch, tokens, heads * width], and
-// of buffers of any kind; none where they do not fit, or where mx is faster by calibration.
+// of buffers of any kind; none where they do not fit, or where mx is faster by calibration. Values that are not to be
+// quantized may have a width of their own.
 std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
                                      const mx::array& new_values, const Arrays& buffers, const Packing& packing,
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream);

@@ -28,10 +28,13 @@ Rope rope_of(const Rotary& rotary, const Offset& offset, int start, const Packin
           .scale = rotary.scale,
           .eps = rotary.eps,
           .weight_offset = rotary.weight_offset == 0 ? no_offset : rotary.weight_offset,
+          .query_scale = rotary.query_scale,
+          .value_scale = rotary.value_scale,
           .offset = of_all ? *of_all : 0,
           .start = start,
           .has_freqs = rotary.freqs.has_value(),
           .has_norms = rotary.query_norm.has_value(),
+          .has_value_norm = rotary.value_norm.has_value(),
           .has_offsets = !of_all,
           .traditional = rotary.traditional,
           .is_apart = is_apart,
@@ -64,7 +67,7 @@ mx::array one_for_each_row(const mx::array& offsets, int batch, mx::Stream strea
 Arrays inputs_of(const mx::array& heads, const Arrays& buffers, const Rotary& rotary, const Offset& offset,
                  mx::Stream stream) {
   Arrays inputs;
-  inputs.reserve(buffers.size() + 7);
+  inputs.reserve(buffers.size() + 8);
   inputs.push_back(heads);
   inputs.insert(inputs.end(), buffers.begin(), buffers.end());
   if (rotary.freqs) {
@@ -73,6 +76,9 @@ Arrays inputs_of(const mx::array& heads, const Arrays& buffers, const Rotary& ro
   if (rotary.query_norm) {
     inputs.push_back(*rotary.query_norm);
     inputs.push_back(*rotary.key_norm);
+  }
+  if (rotary.value_norm) {
+    inputs.push_back(*rotary.value_norm);
   }
   if (const auto* offsets = std::get_if<mx::array>(&offset)) {
     inputs.push_back(one_for_each_row(in_dtype(*offsets, mx::int32, stream), heads.shape(0), stream));
@@ -88,6 +94,10 @@ int width_of(const Arrays& inputs, const Rope& rope) {
   return rope.packing.bits == 0 ? columns : static_cast<int>(int64_t(columns) * 32 / rope.packing.bits);
 }
 
+int value_width_of(const Arrays& inputs, const Rope& rope) {
+  return rope.packing.bits == 0 ? inputs[2].shape(3) : width_of(inputs, rope);
+}
+
 }  // namespace
 
 CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream s) {
@@ -97,9 +107,10 @@ CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream
   const size_t others = 1 + rope.buffers();
   Arrays parts = rope.is_apart ? Arrays{heads, inputs.end()[-2], inputs.end()[-1]}
                                : mx::split(heads, mx::Shape{query_heads, query_heads + key_heads}, 1, s);
-  for (mx::array& part : parts) {
-    if (part.ndim() == 3) {
-      part = mx::transpose(mx::unflatten(part, 2, {-1, width_of(inputs, rope)}, s), {0, 2, 1, 3}, s);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].ndim() == 3) {
+      const int width = i == 2 ? value_width_of(inputs, rope) : width_of(inputs, rope);
+      parts[i] = mx::transpose(mx::unflatten(parts[i], 2, {-1, width}, s), {0, 2, 1, 3}, s);
     }
   }
   const auto freqs = rope.has_freqs ? std::optional(inputs[others]) : std::nullopt;
@@ -114,7 +125,18 @@ CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream
     const auto turned = [&](const auto& offset) {
       return mx::fast::rope(parts[i], rope.dims, rope.traditional, base, rope.scale, offset, freqs, s);
     };
-    parts[i] = rope.has_offsets ? turned(inputs[others + rope.has_freqs + 2 * rope.has_norms]) : turned(rope.offset);
+    parts[i] = rope.has_offsets ? turned(inputs[others + rope.has_freqs + rope.norms()]) : turned(rope.offset);
+  }
+  const auto times = [&](mx::array& part, float scale) {
+    if (scale != 1.0f) {
+      part = mx::multiply(part, mx::array(scale, part.dtype()), s);
+    }
+  };
+  times(parts[0], rope.query_scale);
+  if (rope.has_value_norm && parts[2].size() > 0) {
+    const size_t norm = others + rope.has_freqs + 2 * rope.has_norms;
+    parts[2] = compose_rms_norm(parts[2], inputs[norm], rope.eps, rope.weight_offset, s);
+    times(parts[2], rope.value_scale);
   }
   const auto appended = [&](const mx::array& buffer, const mx::array& fresh) {
     const int after = rope.start + fresh.shape(tokens_axis);
@@ -229,6 +251,7 @@ class RopeAppend : public KernelPrimitive {
         .key_heads = shape.key_heads,
         .tokens = shape.tokens,
         .width = shape.width,
+        .value_width = shape.value_width,
         .pairs = static_cast<uint32_t>(rope_.dims / 2),
         .key_capacity = static_cast<uint32_t>(keys(inputs).shape(tokens_axis)),
         .value_capacity = static_cast<uint32_t>(values(inputs).shape(tokens_axis)),
@@ -238,16 +261,20 @@ class RopeAppend : public KernelPrimitive {
         .log2_base = rope_.has_freqs ? 0.0f : std::log2(rope_.base),
         .eps = rope_.eps,
         .weight_offset = rope_.weight_offset,
+        .query_scale = rope_.query_scale,
+        .value_scale = rope_.value_scale,
         .has_freqs = rope_.has_freqs,
         .has_offsets = rope_.has_offsets,
         .traditional = rope_.traditional,
+        .has_value_norm = rope_.has_value_norm,
     };
     constexpr uint32_t simdgroups = 4;  // of a threadgroup, each with a part of a head
     const uint32_t query_parts = ceil_divide(shape.width, 64u);
     const uint32_t key_parts = is_packed() ? shape.width / rope_.packing.group_size : query_parts;
-    const uint32_t all_parts = shape.query_heads * query_parts + 2 * shape.key_heads * key_parts;
+    const uint32_t value_parts = is_packed() ? key_parts : ceil_divide(shape.value_width, 64u);
+    const uint32_t all_parts = shape.query_heads * query_parts + shape.key_heads * (key_parts + value_parts);
     Launch launch;
-    launch.arguments.reserve(9 + rope_.buffers());
+    launch.arguments.reserve(10 + rope_.buffers());
     launch.file = is_packed() ? quantized_file : file;
     launch.kernel = kernel_name(heads.dtype(), is_packed() ? "quantized_rope" : "rope",
                                 rope_.has_norms ? "append_normed" : "append");
@@ -260,6 +287,9 @@ class RopeAppend : public KernelPrimitive {
     optional(freqs(inputs));
     optional(norm(inputs, 0));
     optional(norm(inputs, 1));
+    if (!is_packed()) {
+      optional(value_norm(inputs));
+    }
     optional(offsets(inputs));
     launch.output(outputs[0]);
     for (size_t i = 1; i <= rope_.buffers(); ++i) {
@@ -298,6 +328,7 @@ class RopeAppend : public KernelPrimitive {
         .freqs = static_cast<const float*>(data(freqs(inputs))),
         .query_norm = data(norm(inputs, 0)),
         .key_norm = data(norm(inputs, 1)),
+        .value_norm = data(value_norm(inputs)),
         .offsets = static_cast<const int32_t*>(data(offsets(inputs))),
         .queries = data_of(outputs[0]),
         .keys = native_buffer(outputs, 0),
@@ -307,6 +338,7 @@ class RopeAppend : public KernelPrimitive {
         .key_heads = shape.key_heads,
         .tokens = shape.tokens,
         .width = shape.width,
+        .value_width = shape.value_width,
         .pairs = static_cast<size_t>(rope_.dims / 2),
         .key_capacity = static_cast<size_t>(keys(inputs).shape(tokens_axis)),
         .value_capacity = static_cast<size_t>(values(inputs).shape(tokens_axis)),
@@ -316,6 +348,8 @@ class RopeAppend : public KernelPrimitive {
         .base = rope_.base,
         .eps = rope_.eps,
         .weight_offset = rope_.weight_offset,
+        .query_scale = rope_.query_scale,
+        .value_scale = rope_.value_scale,
         .traditional = rope_.traditional,
         .group_size = static_cast<size_t>(rope_.packing.group_size),
         .bits = static_cast<size_t>(rope_.packing.bits),
@@ -351,6 +385,7 @@ class RopeAppend : public KernelPrimitive {
     uint32_t key_heads;
     uint32_t tokens;
     uint32_t width;
+    uint32_t value_width;
   };
 
   Shape shape_of(const Arrays& inputs) const {
@@ -358,7 +393,7 @@ class RopeAppend : public KernelPrimitive {
     const auto size = [&](int axis) { return static_cast<uint32_t>(heads[axis]); };
     const uint32_t key_heads = inputs[1].shape(1);
     const uint32_t others = rope_.is_apart ? 0 : 2 * key_heads;
-    return {size(0), size(1) - others, key_heads, size(2), size(3)};
+    return {size(0), size(1) - others, key_heads, size(2), size(3), uint32_t(value_width_of(inputs, rope_))};
   }
 
   // The new heads of queries (0), keys (1) or values (2).
@@ -380,7 +415,7 @@ class RopeAppend : public KernelPrimitive {
     const mx::array& array = which == 0 || !rope_.is_apart ? inputs[0] : inputs.end()[which - 3];
     const int64_t count = which == 0 ? shape.query_heads : shape.key_heads;
     const int64_t before = which == 0 || rope_.is_apart ? 0 : shape.query_heads + (which - 1) * shape.key_heads;
-    const int64_t width = shape.width;
+    const int64_t width = which == 2 ? shape.value_width : shape.width;
     const bool is_flat = array.ndim() == 3;
     const int64_t batch = array.strides(0);
     const int64_t head = is_flat ? width : array.strides(1);
@@ -432,8 +467,13 @@ class RopeAppend : public KernelPrimitive {
     return rope_.has_norms ? &inputs[1 + rope_.buffers() + rope_.has_freqs + which] : nullptr;
   }
 
+  const mx::array* value_norm(const Arrays& inputs) const {
+    const size_t before = 1 + rope_.buffers() + rope_.has_freqs + 2 * rope_.has_norms;
+    return rope_.has_value_norm ? &inputs[before] : nullptr;
+  }
+
   const mx::array* offsets(const Arrays& inputs) const {
-    return rope_.has_offsets ? &inputs[1 + rope_.buffers() + rope_.has_freqs + 2 * rope_.has_norms] : nullptr;
+    return rope_.has_offsets ? &inputs[1 + rope_.buffers() + rope_.has_freqs + rope_.norms()] : nullptr;
   }
 
   Rope rope_;
@@ -524,11 +564,18 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
     return std::nullopt;
   }
   const size_t each = buffers.size() / 2;
-  const int width = new_keys.ndim() == 4 ? new_keys.shape(3) : packing.bits == 0 ? buffers[0].shape(3) : 0;
+  const bool is_packed = packing.bits != 0;
+  const int width = new_keys.ndim() == 4 ? new_keys.shape(3) : is_packed ? 0 : buffers[0].shape(3);
+  const int value_width = is_packed ? width : buffers[1].shape(3);
   const auto queries = shape_of_heads(new_queries, width);
   const auto fresh_keys = shape_of_heads(new_keys, width);
-  const auto fresh_values = shape_of_heads(new_values, width);
-  if (!queries || !fresh_keys || fresh_keys != fresh_values) {
+  const auto fresh_values = shape_of_heads(new_values, value_width);
+  if (!queries || !fresh_keys || !fresh_values || (is_packed && rotary.value_norm)) {
+    return std::nullopt;
+  }
+  mx::Shape like_values = *fresh_keys;
+  like_values[3] = value_width;
+  if (like_values != *fresh_values) {
     return std::nullopt;
   }
   for (int axis : {0, 2, 3}) {
@@ -543,7 +590,8 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
     const mx::array& buffer = buffers[i];
     if (buffer.shape(0) != (*queries)[0] || buffer.shape(1) != (*fresh_keys)[1] ||
         buffer.shape(tokens_axis) != buffers[i / each * each].shape(tokens_axis) ||
-        (*queries)[2] > buffer.shape(tokens_axis) - start || !holds_heads(buffer, i % each, width, packing, dtype)) {
+        (*queries)[2] > buffer.shape(tokens_axis) - start ||
+        !holds_heads(buffer, i % each, i < each ? width : value_width, packing, dtype)) {
       return std::nullopt;
     }
   }

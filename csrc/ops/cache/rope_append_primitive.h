@@ -14,16 +14,23 @@ struct Rope {
   float scale;
   float eps;
   float weight_offset;
+  float query_scale;
+  float value_scale;
   int offset;
   int start;
   bool has_freqs;
   bool has_norms;
+  bool has_value_norm;
   bool has_offsets;
   bool traditional;
   bool is_apart;  // the new heads are three arrays
   Packing packing;
 
   bool operator==(const Rope&) const = default;
+
+  size_t norms() const {  // arrays of them
+    return 2 * has_norms + has_value_norm;
+  }
 
   size_t buffers() const {
     return buffers_of(packing);

@@ -76,11 +76,16 @@ MITTENS_INLINE void turn_neighbours(T* y, const Turns<T>& turns, const RopeAppen
 }
 
 template <typename T>
-void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const RopeAppend& call, float* memory) {
+MITTENS_INLINE Floats normed(const T* x, const T* weight, float n, float weight_offset, size_t i, auto part) {
+  return round<T>(round<T>(load(x + i, part) * n) * (load(weight + i, part) + weight_offset));
+}
+
+template <typename T>
+void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const RopeAppend& call, float scale,
+               float* memory) {
   const float n = weight ? rstd(x, call.width, call.eps) : 1.0f;
   const auto input = [&](size_t i, auto part) MITTENS_INLINED {
-    const Floats v = load(x + i, part);
-    return weight ? round<T>(round<T>(v * n) * (load(weight + i, part) + call.weight_offset)) : v;
+    return (weight ? normed(x, weight, n, call.weight_offset, i, part) : load(x + i, part)) * scale;
   };
   if (call.traditional) {
     return turn_neighbours(y, turns, call, memory, input);
@@ -94,6 +99,18 @@ void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const R
   });
   each_unit(call.width - 2 * pairs, [&](size_t i, auto part, int) MITTENS_INLINED {
     store(y + 2 * pairs + i, input(2 * pairs + i, part), part);
+  });
+}
+
+template <typename T>
+void put_value(const T* x, const T* weight, T* y, const RopeAppend& call) {
+  if (!weight) {
+    __builtin_memcpy(y, x, call.value_width * sizeof(T));
+    return;
+  }
+  const float n = rstd(x, call.value_width, call.eps);
+  each_unit(call.value_width, [&](size_t i, auto part, int) MITTENS_INLINED {
+    store(y + i, normed(x, weight, n, call.weight_offset, i, part) * call.value_scale, part);
   });
 }
 
@@ -161,7 +178,7 @@ void append_token(const RopeAppend& call, size_t batch, size_t token, const Turn
   for (size_t head = 0; head < call.query_heads; ++head) {
     const size_t row = (batch * call.query_heads + head) * call.tokens + token;
     turn_head(source(call.new_queries, head), static_cast<const T*>(call.query_norm),
-              static_cast<T*>(call.queries) + row * call.width, turns, call, memory);
+              static_cast<T*>(call.queries) + row * call.width, turns, call, call.query_scale, memory);
   }
   for (size_t head = 0; head < call.key_heads; ++head) {
     const size_t row = batch * call.key_heads + head;
@@ -169,12 +186,13 @@ void append_token(const RopeAppend& call, size_t batch, size_t token, const Turn
     const size_t value_row = row * call.value_capacity + call.first + token;
     const T* value = source(call.new_values, head);
     T* key = call.bits != 0 ? turned : static_cast<T*>(call.keys.data) + key_row * call.width;
-    turn_head(source(call.new_keys, head), static_cast<const T*>(call.key_norm), key, turns, call, memory);
+    turn_head(source(call.new_keys, head), static_cast<const T*>(call.key_norm), key, turns, call, 1.0f, memory);
     if (call.bits != 0) {
       quantize_head(key, call, call.keys, key_row);
       quantize_head(value, call, call.values, value_row);
     } else {
-      __builtin_memcpy(static_cast<T*>(call.values.data) + value_row * call.width, value, call.width * sizeof(T));
+      put_value(value, static_cast<const T*>(call.value_norm),
+                static_cast<T*>(call.values.data) + value_row * call.value_width, call);
     }
   }
 }
@@ -184,7 +202,8 @@ void append_token(const RopeAppend& call, size_t batch, size_t token, const Turn
 void rope_append(const RopeAppend& call) {
   with_type(call.type, [&](auto t) {
     using T = decltype(t);
-    const size_t bytes = (call.query_heads + 2 * call.key_heads) * call.width * sizeof(T);
+    const size_t turned = (call.query_heads + call.key_heads) * call.width;
+    const size_t bytes = (turned + call.key_heads * call.value_width) * sizeof(T);
     parallel_for(call.batch * call.tokens, serial_bytes / bytes + 1, [&](size_t begin, size_t end) {
       const Scratch memory(2 * padded(call.pairs) + 2 * padded(call.width));
       float* of_head = memory.data() + 2 * padded(call.pairs);

@@ -1,0 +1,123 @@
+"""Latents and turned keys that a layer appends to its cache: one launch with the norm and the turned queries."""
+
+import contextlib
+import runpy
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import tiny
+from helpers.support import launched_on_apple
+from helpers.tolerances import LAYERS, assert_near, of_roundings
+from mlx_lm.models import cache as caches
+
+import mlx_mittens as mm
+from mlx_mittens import _ext, specs
+from mlx_mittens.specs import reference
+
+MODELS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
+EPS, BASE = 1e-5, 1e4
+# Batch, heads, tokens, width of turned keys, width of latents.
+SHAPES = [(1, 4, 1, 32, 64), (1, 3, 1, 64, 512), (2, 2, 3, 10, 33), (3, 1, 1, 66, 1)]
+
+
+def drawn(rng, shape, dtype):
+    batch, heads, tokens, width, columns = shape
+    shapes = [(batch, tokens, heads, width + 8), (batch, tokens, columns + width), (columns,)]
+    return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(dtype) for s in shapes]
+
+
+def step(cache, arrays, width, offset, scale=1.0, factor=None, normed=True):
+    """What a layer of mlx-lm's does with a token's projections: turned queries, and what the cache has then."""
+    queries, latents, weight = arrays
+    queries = mx.split(queries.transpose(0, 2, 1, 3), [8], axis=-1)[1]
+    latents, keys = mx.split(latents, [latents.shape[-1] - width], axis=-1)
+    keys = keys.reshape(*keys.shape[:2], 1, width).transpose(0, 2, 1, 3)
+    if normed:
+        latents = mx.fast.rms_norm(latents, weight, EPS)
+    if factor is not None:
+        latents = latents * factor
+    options = {"traditional": True, "base": BASE, "scale": 1.0, "offset": offset}
+    queries, keys = (mx.fast.rope(heads, width, **options) for heads in (queries, keys))
+    queries = _ext.times_turned(queries, scale)
+    return queries, *cache.update_and_fetch(mx.expand_dims(latents, axis=1), keys)
+
+
+def exact(arrays, width, offset, scale=1.0, factor=None, normed=True):
+    queries, latents, weight = map(specs.widen, arrays)
+    queries = queries.transpose(0, 2, 1, 3)[..., 8:]
+    keys = latents[:, None, :, -width:]
+    latents = latents[:, None, :, :-width]
+    if normed:
+        latents = reference.rms_norm(latents, weight, EPS)
+    queries, keys = (reference.rope(a, width, BASE, offset, None, True)[0] for a in (queries, keys))
+    return queries * scale, latents * (1 if factor is None else factor), keys
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.125}, {"factor": 1.75}, {"normed": False}], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values(rng, dtype, executor, shape, options):
+    width, cache = shape[3], caches.KVCache()
+    first, second = drawn(rng, shape, dtype), drawn(rng, shape, dtype)
+    with mm.patched():
+        step(cache, first, width, 0, **options)
+        mm.stats(reset=True)
+        found = step(cache, second, width, shape[2], **options)
+        mx.eval(found)
+    assert {op for op in mm.stats() if tiny.kernels(op)} == {"rope_append"}
+    before = exact(first, width, 0, **options)
+    expected = exact(second, width, shape[2], **options)
+    names = ("queries", "latents", "keys")
+    for name, ours, old, new in zip(names, found, before, expected, strict=True):
+        wanted = new if name == "queries" else np.concatenate([old, new], axis=2)
+        assert_near(ours, mx.array(wanted.astype(np.float32)), name, 2 * of_roundings(dtype))
+
+
+@pytest.mark.parametrize("make", [lambda: caches.RotatingKVCache(max_size=6), lambda: caches.BatchKVCache([1, 0])])
+def test_other_caches(rng, native, make):
+    """Rotating ones, whose tokens come round, and batches, whose rows have offsets of their own."""
+    tokens = [drawn(rng, (2, 2, 1, 16, 24), mx.float32) for _ in range(15)]
+    results = []
+    for patched in (contextlib.nullcontext, mm.patched):
+        cache = make()
+        with patched():
+            for arrays in tokens:
+                seen = step(cache, arrays, 16, cache.offset)
+                mx.eval(seen)
+        results.append((*seen, *cache.state[:2]))
+    assert tiny.kernels("rope_append") > 0
+    for i, (ours, theirs) in enumerate(zip(*reversed(results), strict=True)):
+        assert_near(ours, theirs, str(i), LAYERS)
+
+
+def test_nothing_is_kept_where_the_norm_is_held(rng, native):
+    """A norm that the caller has is computed for it as well."""
+    queries, latents, weight = drawn(rng, (1, 2, 1, 16, 24), mx.float32)
+    with mm.patched():
+        normed = mx.fast.rms_norm(latents[..., :24], weight, EPS)
+        turn = {"traditional": True, "base": BASE, "scale": 1.0, "offset": 0}
+        turned = mx.fast.rope(queries[..., 8:].transpose(0, 2, 1, 3), 16, **turn)
+        key = mx.fast.rope(latents[:, None, :, 24:], 16, **turn)
+        seen, _ = caches.KVCache().update_and_fetch(mx.expand_dims(normed, 1), key)
+        mx.eval(turned, seen, normed)
+    assert_near(seen[:, 0], normed, "latents", LAYERS)
+
+
+@pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "kimi_k25", "longcat_flash"])
+def test_a_layers_launches(rng, name, converts, lenient):
+    """Tokens are mlx-lm's, and a layer of attention and experts has few launches on an Apple GPU."""
+    model, prompt = MODELS["build"](name, mx.float32), rng.integers(1, 300, 7).tolist()
+    theirs = tiny.tokens(model, prompt, 12)
+    if converts:
+        mm.nn.convert(model)
+    with contextlib.nullcontext() if converts else mm.patched():
+        assert tiny.tokens(model, prompt, 12) == theirs
+        cache = caches.make_prompt_cache(model)
+        mx.eval(model(mx.array([prompt]), cache=cache))
+        launched = launched_on_apple(lambda: model(mx.array([[7]]), cache=cache))
+    layers = len(model.layers) * (2 if name == "longcat_flash" else 1)
+    assert launched.count("rope_append_float32") == layers
+    assert not {"SliceUpdate", "Cos", "RoPE"} & set(launched)
+    assert len(launched) <= 25 * layers if name == "longcat_flash" else 20 * layers
