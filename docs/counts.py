@@ -70,6 +70,7 @@ CASES = (
     Counted("quantized_matmul", "37x160x69 bits=4"),
     Counted("quantized_matmul", "37x72x96 transpose=False bits=4"),
     Counted("quantized_matmuls", "1x320x9x4x1 bits=4"),
+    Counted("quantized_embedding", "test 5x288x9 bits=4"),
     Counted("block_masked_mm", "1x136x80 block_size=64 transpose=True numbers=False"),
     Counted("block_masked_mm", "37x136x88 block_size=64 transpose=True numbers=False"),
     Counted("block_masked_mm", "64x72x40 block_size=64 transpose=False numbers=False"),

@@ -124,6 +124,10 @@ _PLACES = (
         (), ("test_quantized_matmuls.py",),
     ),
     Place(
+        ("quantized_embedding",), "matmul", "quantized_embedding.cpp", ("quantized_embedding.cpp",),
+        ("quantized_embedding.metal",), ("quantized_embedding.cpp",), ("test_quantized_embedding.py",),
+    ),
+    Place(
         ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",),
         ("quantized_swiglu.metal", "apple/swiglu_tiles.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",

@@ -10,6 +10,7 @@
 #include <nanobind/stl/variant.h>
 
 #include "ops/matmul/gemv.h"
+#include "ops/matmul/quantized_embedding.h"
 #include "ops/matmul/quantized_matmul.h"
 #include "ops/norm/norms.h"
 #include "patch/deferred_rope.h"
@@ -56,6 +57,24 @@ std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::a
                  {});
 }
 
+// mlx.nn.QuantizedEmbedding.
+std::optional<mx::array> try_quantized_embedding_layer(const nb::dict& layer, const mx::array& x) {
+  static PyObject* const weight = name("weight");
+  static PyObject* const scales = name("scales");
+  static PyObject* const biases = name("biases");
+  static PyObject* const group_size = name("group_size");
+  static PyObject* const bits = name("bits");
+  static PyObject* const mode = name("mode");
+  static const auto attempt = lenient("quantized_embedding", &try_quantized_embedding, &quantized_embedding);
+  const auto w = array(layer, weight);
+  const auto s = array(layer, scales);
+  if (!w || !s) {
+    return fallback("quantized_embedding", "a layer without arrays");
+  }
+  return attempt(x, *w, *s, array(layer, biases), attribute<std::optional<int>>(layer, group_size),
+                 attribute<std::optional<int>>(layer, bits), attribute<std::string>(layer, mode), {});
+}
+
 // mlx.nn.RMSNorm. What this leaves is mx.fast.rms_norm's, as above.
 std::optional<mx::array> try_norm_layer(const nb::dict& layer, mx::array& x, float weight_offset) {
   static PyObject* const weight = name("weight");
@@ -90,6 +109,7 @@ std::optional<mx::array> try_rope_layer(const nb::dict& layer, const mx::array& 
 void bind(nb::module_& module) {
   module.def("try_linear", &try_linear, "layer"_a, "x"_a);
   module.def("try_quantized_linear", &try_quantized_linear, "layer"_a, "x"_a);
+  module.def("try_quantized_embedding_layer", &try_quantized_embedding_layer, "layer"_a, "x"_a);
   module.def("try_rms_norm_layer", &try_rms_norm_layer, "layer"_a, "x"_a);
   module.def("try_offset_rms_norm_layer", &try_offset_rms_norm_layer, "layer"_a, "x"_a);
   module.def("try_rope_layer", &try_rope_layer, "layer"_a, "x"_a, "offset"_a = 0);

@@ -82,6 +82,19 @@ struct QuantizedParams {
   float gate_beta;
 };
 
+enum { kEmbeddingThreads = 128 };  // of a threadgroup of matmul/quantized_embedding.metal
+
+struct EmbeddingParams {
+  uint32_t count;          // of indices
+  uint32_t rows;           // of the matrix
+  uint32_t columns;
+  uint32_t group_shift;    // a group is 1 << group_shift columns
+  uint32_t words_stride;   // from row to row
+  uint32_t scales_stride;
+  uint32_t biases_stride;
+  uint32_t is_signed;      // whether indices are int32, which count from the end below zero
+};
+
 // A norm of x in the product that reads it (matmul/normed_row.h).
 struct NormParams {
   float eps;

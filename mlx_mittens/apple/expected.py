@@ -28,6 +28,7 @@ _KIND_OF_OP = {
     "block_masked_mm": "gemv",
     "block_quantize": "elementwise",
     "block_dequantize": "elementwise",
+    "quantized_embedding": "elementwise",
     "scaled_dot_product_attention": "attention",
     "quantized_scaled_dot_product_attention": "attention",
     "rope_append": "elementwise",

@@ -54,6 +54,7 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "mixture": ("moe/mixture.metal", "moe/apple/normed_mixture.metal"),
     "quantized_matmuls": ("matmul/qmv_several.metal",),
+    "quantized_embedding": ("matmul/quantized_embedding.metal",),
     "gated_delta_update": ("recurrence/recurrence.metal",),
     "linear_attention": ("recurrence/linear_attention.metal",),
     "ssm_update": ("recurrence/state_space.metal",),

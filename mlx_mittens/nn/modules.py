@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext, exporting
-from ..ops.matmul import gemv
+from ..ops.matmul import gemv, quantized_embedding
 from ..ops.norm import layer_norm, rms_norm
 from .experts import expert_twin
 
@@ -133,13 +133,21 @@ class Embedding(_Exported, nn.Embedding):
 
 
 class QuantizedEmbedding(_Exported, nn.QuantizedEmbedding):
-    """``mlx.nn.QuantizedEmbedding``, whose ``as_linear`` is ``mlx_mittens.quantized_matmul``.
+    """``mlx.nn.QuantizedEmbedding`` on ``mlx_mittens.quantized_embedding``; ``as_linear`` is ``quantized_matmul``.
 
     Example:
         >>> table = mm.nn.QuantizedEmbedding(100, 64, group_size=32, bits=4)
         >>> table.as_linear(table(mx.array([3]))).shape
         (1, 100)
     """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        try:
+            return quantized_embedding(
+                x, self["weight"], self["scales"], self.get("biases"), self.group_size, self.bits, self.mode
+            )
+        except _ext.ExportError:
+            return super().__call__(x)
 
     as_linear: Callable[..., mx.array] = _quantized_product(nn.QuantizedEmbedding.as_linear)
 

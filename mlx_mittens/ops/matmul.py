@@ -23,6 +23,7 @@ __all__ = [
     "block_quantize",
     "gemv",
     "matmul",
+    "quantized_embedding",
     "quantized_matmul",
     "quantized_matmuls",
     "quantized_swiglu",
@@ -107,6 +108,55 @@ def gemv(
     Source:
         Named after ``gemv`` of the BLAS: Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra
         Subprograms", 1988.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def quantized_embedding(
+    indices: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    *,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Rows of a quantized matrix by their indices: ``dequantize(w[indices], scales[indices], biases[indices])``.
+
+    The embedding of a quantized model in one launch, with the bits that ``mx.dequantize`` gives. All modes and bits
+    have kernels.
+
+    Args:
+        indices (array): Integers of any shape. Below zero they count from the end. Those that are out of range give
+            rows of NaN, and nothing is read.
+        w (array): Integers packed in uint32 as ``mx.quantize`` does it, of shape ``[rows, columns * bits / 32]``. A
+            view whose last axis is contiguous is read where it lies.
+        scales (array): Scale of each group, of shape ``[rows, columns / group_size]``; float32, float16 or bfloat16,
+            and uint8 in modes but ``affine``.
+        biases (array, optional): Offset of each group, of ``scales``' shape and type: in ``affine`` mode alone.
+        group_size (int, optional): In ``affine`` mode 32, 64 or 128, 64 by default; else that of the mode, 32 or 16.
+        bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else those of the mode.
+        mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``, as ``mx.quantize`` has them.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of the shape of ``indices`` and ``columns`` behind it, of the type of ``scales``; bfloat16 in modes but
+        ``affine``.
+
+    Raises:
+        DtypeError: ``indices`` are no integers, ``w`` is not uint32, or ``scales`` not of a type named above.
+        ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
+
+    Example:
+        >>> table = mx.quantize(mx.random.normal((100, 64)), 64, 4)
+        >>> mm.quantized_embedding(mx.array([[3, 99]]), *table, group_size=64, bits=4).shape
+        (1, 2, 64)
+
+    Source:
+        The formats are those of `quantized_matmul`.
     """
     raise NotImplementedError
 

@@ -197,8 +197,8 @@ def patch(
             Calls on a GPU stay as they are.
         switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
-            the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and
-            ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
+            the latter for ``mlx.nn.QuantizedLinear`` and ``mlx.nn.QuantizedEmbedding`` too, ``linear`` for
+            ``mlx.nn.Linear`` and ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
             ``quantized_scaled_dot_product_attention``, ``recurrence`` for the steps of linear recurrences (and for
             ``mx.fast.gated_delta_update``), ``softcap`` for the logits of Gemma 2, ``sample`` for its samplers,
             ``experts`` (with ``gather_qmm`` and ``gather_mm`` of ``mx``) and ``router`` for its mixtures, ``cache``

@@ -360,6 +360,14 @@ TARGETS = [
         partial=True,  # what it leaves is mx.quantized_matmul's
     ),
     Target(
+        "quantized_matmul",
+        "quantized_embedding",
+        "mlx.nn",
+        "QuantizedEmbedding.__call__",
+        _ext.try_quantized_embedding_layer,
+        ("self", "x"),
+    ),
+    Target(
         "scaled_dot_product_attention",
         "scaled_dot_product_attention",
         "mlx.core",

@@ -11,6 +11,7 @@ import itertools
 from .attention import ATTENTION_OPS
 from .cache import ROPE_OPS
 from .compare import Check, check, compare, error, tolerance, worst
+from .embedding import EMBEDDING_OPS
 from .masked import MASKED_OPS
 from .matmul import MATRIX_OPS
 from .moe import MOE_OPS
@@ -61,7 +62,7 @@ __all__ = [
 ]
 
 OPS: tuple[Op, ...] = (
-    *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *MASKED_OPS, *ATTENTION_OPS, *ROPE_OPS, *MOE_OPS),
+    *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *EMBEDDING_OPS, *MASKED_OPS, *ATTENTION_OPS, *ROPE_OPS, *MOE_OPS),
     *(*RECURRENCE_OPS, *TOKEN_LAYER_OPS),
 )
 

@@ -226,6 +226,17 @@ def _quantized_calls() -> list[Call]:
                 Call("quantized_swiglu", f"{what} of {bits} bits", some, arguments,
                      partial(_swiglu, bits=bits), _product_of_nothing("gate", 0), covered=bits != 1)
             )  # fmt: skip
+    for what, lead in LEADS.items():
+        for bits in (8,) if lead else (1, 2, 3, 4, 5, 6):
+            some = {d: sizes[d] for d in (*lead, "columns")}
+            table = dict(zip(("w", "scales", "biases"), triple("experts", "columns", bits=bits)))
+            calls.append(
+                Call("quantized_embedding", f"{what} of {bits} bits", some,
+                     {"indices": Argument("indices", lead), **table}, partial(_embedding, bits=bits),
+                     lambda indices, w, bits=bits, **others: [
+                         np.full((*indices.shape, w.shape[-1] * 32 // bits), np.nan)],
+                     derived=lambda sizes: {"experts": sizes.get("experts", EXPERTS)})
+            )  # fmt: skip
     matrices = [triple("outputs", "columns")] * 2
     arguments = {
         f"{name}{i}": a for i, parts in enumerate(matrices) for name, a in zip(("w", "scales", "biases"), parts)
@@ -237,6 +248,10 @@ def _quantized_calls() -> list[Call]:
                  _quantized_matmuls, _products_of_nothing)
         )  # fmt: skip
     return calls
+
+
+def _embedding(indices, w, scales, biases, bits):
+    return mm.quantized_embedding(indices, w, scales, biases, GROUP, bits)
 
 
 def _quantized_matmuls(x, w0, scales0, biases0, w1, scales1, biases1):

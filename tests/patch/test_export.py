@@ -220,6 +220,7 @@ DIRECT = {
     "gemv": lambda x: mm.gemv(draw(8, 64), x),
     "matmul": lambda x: mm.matmul(x, draw(8, 64)),
     "quantized_matmul": lambda x: mm.quantized_matmul(x, *mx.quantize(draw(8, 64))),
+    "quantized_embedding": lambda x: mm.quantized_embedding(x.astype(mx.int32), *mx.quantize(draw(8, 64))),
     "quantized_matmuls": lambda x: mm.quantized_matmuls(x, [mx.quantize(draw(8, 64))] * 2)[0],
     "quantized_swiglu": lambda x: mm.quantized_swiglu(x, mx.quantize(draw(8, 64)), mx.quantize(draw(8, 64))),
     "block_masked_mm": lambda x: mm.block_masked_mm(x, draw(64, 8), mask_rhs=mx.array([[True]])),

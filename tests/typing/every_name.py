@@ -50,6 +50,7 @@ def products(x: mx.array, w: mx.array, packed: Packed) -> None:
     assert_type(mm.gather_sum(x, *packed, w, x), mx.array)
     assert_type(mm.route_top_k(x, 2), tuple[mx.array, mx.array])
     assert_type(mm.mixture(x, x, 2, packed, packed, packed, packed, packed, packed, x), mx.array)
+    assert_type(mm.quantized_embedding(x, *packed), mx.array)
     assert_type(mm.quantized_matmuls(x, [packed, packed], bias=[w, w]), list[mx.array])
 
 

@@ -98,7 +98,7 @@ const char* mode_name(const AffineFormat& format) {
 }
 
 const char* format_name(const AffineFormat& format) {
-  constexpr const char* affine[] = {"", "", "2bit", "3bit", "4bit", "5bit", "6bit", "", "8bit"};
+  constexpr const char* affine[] = {"", "1bit", "2bit", "3bit", "4bit", "5bit", "6bit", "", "8bit"};
   return format.has_biases() ? affine[format.bits] : mode_name(format);
 }
 

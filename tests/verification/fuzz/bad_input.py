@@ -110,6 +110,10 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             [array(1, 2, 64), *quantized(3, 8, 64, bits=4), mx.array([[0, 1]]), array(1, 2)],
             {"bias": array(3, 8), "group_size": 32, "bits": 4},
         ),
+        "quantized_embedding": lambda: (
+            [mx.array([[0, 3]]), *quantized(8, 64, bits=4)],
+            {"group_size": 32, "bits": 4, "mode": "affine"},
+        ),
         "quantized_matmuls": lambda: (
             [array(1, 64), [quantized(n, 64, bits=4) for n in (8, 5)]],
             {"group_size": 32, "bits": 4, "bias": [array(8), array(5)]},

@@ -256,6 +256,37 @@ def quantized_matmuls(draw: Draw) -> Case:
     )
 
 
+def quantized_embedding(draw: Draw) -> Case:
+    """Indices may be out of range: their rows are NaN."""
+    dtype, group_size, bits = draw.dtype(), draw.pick((32, 64, 128)), draw.pick((4, 4, 8, 1, 2, 3, 5, 6))
+    columns, rows = group_size * draw.pick((1, 1, 2, 3, 8)), draw.size(draw.limit(300, 40))
+    shape = [draw.integer(0, 5) for _ in range(draw.integer(0, 2))]
+    low, high = draw.pick(((0, rows), (-rows, rows), (-2 * rows - 2, 2 * rows + 2)))
+    indices = draw.rng.integers(low, max(high, low + 1), shape)
+    kind = draw.pick((mx.int32, mx.int32, mx.int64, mx.uint32 if low == 0 else mx.int32))
+    arrays = [draw.array(indices, kind), *packed(draw, [rows, columns], dtype, group_size, bits)]
+
+    def in_float64(indices: mx.array, *triple: mx.array) -> mx.array:
+        n = np.array(indices).astype(np.int64)
+        n = np.where(n < 0, n + rows, n)
+        is_there = (n >= 0) & (n < rows)
+        y = exact.dequantize(*triple, group_size, bits)[mx.array(np.where(is_there, n, 0))]
+        return mx.where(mx.array(is_there)[..., None], y, mx.array(np.nan, y.dtype))
+
+    def noise() -> list[np.ndarray | float]:
+        return [EPSILON[dtype] * (2**bits - 1) * float(size_of(arrays[2]).max(initial=0))]
+
+    return Case(
+        describe(arrays, draw, group_size=group_size, bits=bits, low=low, high=high),
+        arrays,
+        ours=lambda indices, *triple: mm.quantized_embedding(indices, *triple, group_size, bits),
+        twin=None,
+        exact=in_float64,
+        of_nothing=lambda: [np.full([*shape, columns], np.nan)],
+        noise=noise,
+    )
+
+
 def gated(gate: mx.array, up: mx.array, activation: str) -> mx.array:
     """What gated products are, in mx's operations."""
     if activation == "clipped":

@@ -52,6 +52,7 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         products.matmul,
         products.quantized_matmul,
         products.quantized_matmuls,
+        products.quantized_embedding,
         products.block_masked_mm,
         products.quantized_swiglu,
         products.block_matmul,
