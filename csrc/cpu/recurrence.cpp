@@ -29,8 +29,8 @@ void linear_attention(Type type, const Recurrence& shape, const LinearAttentionI
 }
 
 void gated_delta_token(Type type, const GatedDeltaToken& shape, const GatedDeltaTokenInputs& inputs, void* y,
-                       void* conv_state, float* state) {
-  gated_delta_token_versions[isa_index()](type, shape, inputs, y, conv_state, state);
+                       float* state) {
+  gated_delta_token_versions[isa_index()](type, shape, inputs, y, state);
 }
 
 }  // namespace mittens::cpu

@@ -81,10 +81,21 @@ struct GatedDeltaToken {
   size_t taps;  // of the convolution
   float key_eps;  // added to the sums of squares of q and k
   float eps;  // of the norm
+  bool gate_per_column;  // else one for a head
+  bool is_sigmoid;  // the gate of the result, else SiLU
 
   size_t heads() const {
     return key_heads * heads_of_key;
   }
+};
+
+// The channels of q, of k or of v in a causal convolution. States may be the same memory if each key head has one head.
+struct ConvolvedPart {
+  const void* before;  // [batch, taps - 1, channels] by strides of sequences and taps
+  int64_t sequence, tap;
+  const void* weight;  // [channels, taps]
+  void* after;  // likewise
+  int64_t after_sequence, after_tap;
 };
 
 // Rows of heads: elements from sequence to sequence, from key head to key head, and from head to head of a key head.
@@ -98,12 +109,11 @@ struct GatedDeltaTokenInputs {
   HeadRows k;  // [batch, key_heads, columns]
   HeadRows v;  // [batch, key_heads, heads_of_key, rows]
   HeadRows z;  // [batch, key_heads, heads_of_key, rows]
-  HeadRows a;  // [batch, key_heads, heads_of_key]
+  HeadRows a;  // [batch, key_heads, heads_of_key], and columns if these have gates
   HeadRows b;  // [batch, key_heads, heads_of_key]
-  const void* conv_state;  // [batch, taps - 1, channels]: those of q, of k and of v
-  const void* conv_weight;  // [channels, taps]
+  ConvolvedPart parts[3];  // q, k and v
   Numbers a_log;  // [heads]
-  Numbers dt_bias;  // [heads]
+  Numbers dt_bias;  // [heads], or [heads, columns]
   Numbers norm_weight;  // [rows]
   const float* state;  // [batch, heads, rows, columns]
 };
@@ -134,11 +144,10 @@ void linear_attention(Type type, const Recurrence& shape, const LinearAttentionI
                       void* y,  // [batch, steps, heads, rows]
                       float* state);  // [batch, heads, rows, columns]
 
-// The state may be written in place, the convolution's may not.
+// The state may be written in place.
 void gated_delta_token(Type type,  // of all but numbers
                        const GatedDeltaToken& shape, const GatedDeltaTokenInputs& inputs,
                        void* y,  // [batch, heads, rows]
-                       void* conv_state,  // [batch, taps - 1, channels]
                        float* state);  // [batch, heads, rows, columns]
 
 // Gradients for the cotangents of y and of the last state. States are computed again, from one that is kept every 32

@@ -73,6 +73,12 @@ struct GatedDeltaTokenParams {
   float eps;  // of the norm
 };
 
+struct GatedDeltaTokenApartParams {
+  GatedDeltaTokenParams token;
+  uint32_t gate_per_column;  // else one for a head
+  uint32_t is_sigmoid;  // the gate of the result, else SiLU
+};
+
 struct SsmTokenParams {
   StateParams state;
   uint32_t taps;  // of the convolution

@@ -32,7 +32,11 @@ _CALLS = {"cache", "softcap", "linear"}
 # Calls that stand before a class's own, which finds our functions where they leave it to that.
 _LAYERS = {"recurrence"}
 # Attention layers that stand before a class's own call likewise: there is no fusion of theirs in `nn`.
-_ATTENTIONS = (attention_layers.latent_attention, attention_layers.longcat_attention)
+_ATTENTIONS = (
+    attention_layers.kimi_latent_attention,
+    attention_layers.latent_attention,
+    attention_layers.longcat_attention,
+)
 
 
 @functools.cache

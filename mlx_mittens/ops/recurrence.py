@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeVar
+
 import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
@@ -15,6 +17,9 @@ __all__ = [
     "ssm_update",
 ]
 
+# Of all channels of a convolution, or of those of queries, of keys and of values.
+Convolved = TypeVar("Convolved", mx.array, tuple[mx.array, mx.array, mx.array])
+
 
 @defined_in_extension
 def gated_delta_token(
@@ -24,8 +29,8 @@ def gated_delta_token(
     z: mx.array,
     a: mx.array,
     b: mx.array,
-    conv_state: mx.array,
-    conv_weight: mx.array,
+    conv_state: Convolved,
+    conv_weight: Convolved,
     A_log: mx.array,
     dt_bias: mx.array,
     norm_weight: mx.array,
@@ -33,9 +38,10 @@ def gated_delta_token(
     *,
     eps: float = 1e-6,
     key_eps: float = 1e-6,
+    gate: Literal["silu", "sigmoid"] = "silu",
     stream: StreamOrDevice = None,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """One token of a layer of the gated delta rule, from its projections to its gated norm, as Qwen3-Next has it.
+) -> tuple[mx.array, Convolved, mx.array]:
+    """One token of a layer of the gated delta rule, from its projections to its gated norm: Qwen3-Next, Kimi Linear.
 
     A causal convolution of ``q``, ``k`` and ``v`` with the tokens before, SiLU, the norms of queries and keys, the
     gates, the step of each head's state ``S``, and the norm of the result, gated by ``z``::
@@ -46,9 +52,11 @@ def gated_delta_token(
         S = S + sigmoid(b) * (v - S @ k) outer k
         y = norm_weight * rms_norm(S @ q) * silu(z)
 
-    All is computed in float32, and ``y`` is rounded once. The inputs may be views of one projection. The state is
-    float32 throughout, and written in place if nobody else needs it. On a GPU a kernel has up to 512 columns and rows;
-    gradients are those of mx operations.
+    Kimi Linear has a decay for each column of the state, convolutions of ``q``, of ``k`` and of ``v`` apart, and a
+    sigmoid of ``z``. All is computed in float32, and ``y`` is rounded once. The inputs may be views of one projection.
+    The state is float32 throughout, and written in place if nobody else needs it; so are states of convolutions apart,
+    where each key head has one head. On a GPU a kernel has up to 512 columns and rows; gradients are those of mx
+    operations.
 
     Args:
         q (array): Queries before the convolution, of shape ``[batch, key_heads, columns]``; float32, float16 or
@@ -56,17 +64,20 @@ def gated_delta_token(
         k (array): Keys before the convolution, of ``q``'s shape.
         v (array): Values before the convolution, of shape ``[batch, key_heads, heads of each, rows]``.
         z (array): Gates of the results, of ``v``'s shape.
-        a (array): Time steps before their bias, of shape ``[batch, key_heads, heads of each]``.
-        b (array): Rates before their sigmoid, of ``a``'s shape.
-        conv_state (array): The convolution's inputs of the tokens before, the last one last, of shape
-            ``[batch, taps - 1, channels]``: all channels of ``q``, then of ``k``, then of ``v``.
-        conv_weight (array): Of shape ``[channels, taps]``, or ``[channels, taps, 1]`` as ``mlx.nn.Conv1d`` has it.
+        a (array): Time steps before their bias, of shape ``[batch, key_heads, heads of each]``, or with ``columns`` as
+            a last dimension.
+        b (array): Rates before their sigmoid, of shape ``[batch, key_heads, heads of each]``.
+        conv_state (array or tuple of arrays): The convolution's inputs of the tokens before, the last one last, of
+            shape ``[batch, taps - 1, channels]``: all channels of ``q``, then of ``k``, then of ``v``. Or three arrays.
+        conv_weight (array or tuple of arrays): Of shape ``[channels, taps]``, or ``[channels, taps, 1]`` as
+            ``mlx.nn.Conv1d`` has it; three arrays where ``conv_state`` is.
         A_log (array): Logarithms of the rates of decay, of shape ``[heads]``: all heads of the first key head first.
-        dt_bias (array): Of shape ``[heads]``.
+        dt_bias (array): Of shape ``[heads]``, or ``[heads, columns]`` where ``a`` has columns.
         norm_weight (array): Of shape ``[rows]``.
         state (array): Of shape ``[batch, heads, rows, columns]``.
         eps (float): Of the norm of the result. Default: ``1e-6``.
         key_eps (float): What is added to the sums of squares of queries and keys. Default: ``1e-6``.
+        gate (str): What ``z`` goes through, ``"silu"`` or ``"sigmoid"``. Default: ``"silu"``.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -75,7 +86,8 @@ def gated_delta_token(
 
     Raises:
         DtypeError: An argument is not of a floating-point type named above.
-        ValueError: Shapes do not fit together, or ``eps`` or ``key_eps`` is negative or not finite.
+        ValueError: Shapes do not fit together, ``eps`` or ``key_eps`` is negative or not finite, or ``gate`` is not
+            one of those named.
 
     Example:
         >>> q = k = mx.random.normal((1, 2, 64))

@@ -18,7 +18,14 @@ from .digests import digest
 from .linears import products
 from .model_attention import attend
 
-__all__ = ["gemma3_attention", "gpt_oss_attention", "latent_attention", "longcat_attention", "qwen3_next_attention"]
+__all__ = [
+    "gemma3_attention",
+    "gpt_oss_attention",
+    "kimi_latent_attention",
+    "latent_attention",
+    "longcat_attention",
+    "qwen3_next_attention",
+]
 
 _YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
 
@@ -49,13 +56,26 @@ def _attend(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **o
     return cast(mx.array, _attention()(queries, keys, values, cache=cache, **options))
 
 
+def _unturned(heads: mx.array, offset: Any) -> mx.array:
+    """The heads themselves, turned by no angle: an append to a cache takes them as it takes turned ones."""
+    options = {"traditional": True, "base": 1.0, "scale": 0.0, "offset": 0}
+    return cast(mx.array, _ext.try_rope(heads, heads.shape[-1], **options))
+
+
 def _latent(
-    layer: Any, x: mx.array, cache: Any, heads: int, query_scale: float | None, latent_scale: float | None
+    layer: Any,
+    x: mx.array,
+    cache: Any,
+    heads: int,
+    query_scale: float | None = None,
+    latent_scale: float | None = None,
+    is_low_rank: bool = True,
+    rope: Any = _unturned,
 ) -> mx.array:
     """A token's attention over latents, whose heads of keys and values are one, where nothing is masked."""
-    first = "q_proj" if layer.q_lora_rank is None else "q_a_proj"
+    first = "q_a_proj" if is_low_rank else "q_proj"
     queries, latent = products(x, [layer[first], layer["kv_a_proj_with_mqa"]], alone=True)
-    if layer.q_lora_rank is not None:
+    if is_low_rank:
         queries = layer["q_b_proj"](layer["q_a_layernorm"](queries))
     scale = layer.scale if query_scale is None else layer.scale * query_scale
     queries, turned = mx.split(_heads(queries, heads), [layer.qk_nope_head_dim], axis=-1)
@@ -63,7 +83,7 @@ def _latent(
     latent = layer["kv_a_layernorm"](latent)
     if latent_scale is not None:
         latent = latent * latent_scale
-    turned, key = (layer.rope(part, cache.offset) for part in (turned, _heads(key, 1)))
+    turned, key = (rope(part, cache.offset) for part in (turned, _heads(key, 1)))
     turned = _ext.times_turned(turned, scale)
     latent, keys = cache.update_and_fetch(mx.expand_dims(latent, axis=1), key)
     options = {"cache": cache, "scale": scale, "mask": turned @ keys.swapaxes(-1, -2)}
@@ -76,7 +96,7 @@ def latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
     """mlx_lm.models.deepseek_v3.DeepseekV3Attention, and what is built like it."""
     if mask is not None or not _is_token(x, cache):
         return None
-    return _latent(layer, x, cache, layer.num_heads, None, None)
+    return _latent(layer, x, cache, layer.num_heads, is_low_rank=layer.q_lora_rank is not None, rope=layer.rope)
 
 
 def longcat_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
@@ -84,7 +104,16 @@ def longcat_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = No
     if mask is not None or not _is_token(x, cache):
         return None
     scales = layer.mla_scale_q_lora, layer.mla_scale_kv_lora
-    return _latent(layer, x, cache, layer.num_attention_heads, *scales)
+    is_low_rank = layer.q_lora_rank is not None
+    return _latent(layer, x, cache, layer.num_attention_heads, *scales, is_low_rank=is_low_rank, rope=layer.rope)
+
+
+def kimi_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.kimi_linear.KimiMLAAttention, which turns nothing."""
+    width = layer.qk_rope_head_dim
+    if mask is not None or not _is_token(x, cache) or width == 0 or width % 2 != 0:
+        return None
+    return _latent(layer, x, cache, layer.num_heads, is_low_rank=False)
 
 
 def qwen3_next_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

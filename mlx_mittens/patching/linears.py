@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from .. import _ext
 
-__all__ = ["format_of", "is_quantized_linear", "products", "weights_of"]
+__all__ = ["format_of", "is_quantized_linear", "is_rms_norm", "products", "weights_of"]
 
 
 def is_quantized_linear(layer: Any) -> bool:
@@ -18,6 +18,12 @@ def is_quantized_linear(layer: Any) -> bool:
     kind = type(layer)
     is_ours = kind.__module__ == "mlx_mittens.nn.modules" and kind.__name__ == "QuantizedLinear"
     return is_ours or kind is nn.QuantizedLinear
+
+
+def is_rms_norm(layer: Any) -> bool:
+    """Whether a layer is `mlx.nn.RMSNorm`, or ours in its place."""
+    is_ours = type(layer).__module__.startswith("mlx_mittens.") and isinstance(layer, nn.RMSNorm)
+    return is_ours or type(layer) is nn.RMSNorm
 
 
 def weights_of(layer: Any) -> tuple[mx.array, ...]:

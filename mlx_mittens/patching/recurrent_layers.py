@@ -16,9 +16,9 @@ import mlx.nn as nn
 
 from .. import _ext
 from .digests import digest, digest_in
-from .linears import products
+from .linears import is_rms_norm, products
 
-__all__ = ["falcon_h1_space", "lfm2_convolution", "mamba2_space", "qwen3_5_delta", "qwen3_next_delta"]
+__all__ = ["falcon_h1_space", "kimi_delta", "lfm2_convolution", "mamba2_space", "qwen3_5_delta", "qwen3_next_delta"]
 
 _KEY_EPS = 1e-6  # which the calls hand to normalize_qk
 
@@ -37,6 +37,7 @@ _SPACES = (
     ("mlx_lm.models.activations", "swiglu", "fbb407131b491d1f"),
 )
 _NORM = "efc6d053ed315c00"  # Qwen3NextRMSNormGated.__call__
+_KIMI_CONVOLUTION = "79051f4279e9cdd1"  # ShortConv1d.__call__
 _ORDERING = "8f67b5509f348efc"  # Qwen3NextGatedDeltaNet.fix_query_key_value_ordering
 
 _CONVOLUTION = "91399c06594a45a8"  # Mamba2Block._conv and its like
@@ -123,6 +124,40 @@ def qwen3_5_delta(layer: Any, inputs: mx.array, mask: Any = None, cache: Any = N
     q, k = (qkv[..., start : start + layer.key_dim].reshape(batch, key_heads, columns) for start in (0, layer.key_dim))
     v = qkv[..., 2 * layer.key_dim :].reshape(*heads, rows)
     return _token(layer, states, cache, q, k, v, z.reshape(*heads, rows), a.reshape(heads), b.reshape(heads))
+
+
+def kimi_delta(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.kimi_linear.KimiDeltaAttention, which has a decay for each column and three convolutions."""
+    convolutions = [layer[name] for name in ("q_conv", "k_conv", "v_conv")]
+    convs = [each["conv"] for each in convolutions]
+    if not _is_one_token(x, mask, cache, 4) or not _are_known(_DELTA[:3]):
+        return None
+    if any(digest(type(each).__call__) != _KIMI_CONVOLUTION for each in convolutions):
+        return None
+    norm = layer["o_norm"]
+    if any("bias" in conv or not _has_own_channels(conv) for conv in convs) or not is_rms_norm(norm):
+        return None
+    heads = x.shape[0], layer.num_heads, layer.head_dim
+    # At most four share a launch.
+    parts = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj", "f_a_proj")], alone=True)
+    gate, b = products(x, [layer[name] for name in ("g_a_proj", "b_proj")], alone=True)
+    q, k, v = (part.reshape(heads) for part in parts[:3])
+    a, z = (layer[name](part).reshape(heads) for name, part in (("f_b_proj", parts[3]), ("g_b_proj", gate)))
+    y, states, cache[3] = _ext.gated_delta_token(
+        *(q, k, v[:, :, None], z[:, :, None], a[:, :, None], b.reshape(*heads[:2], 1)),
+        tuple(cache[i] for i in range(3)),
+        tuple(conv["weight"] for conv in convs),
+        layer["A_log"].reshape(-1),
+        layer["dt_bias"].reshape(heads[1:]),
+        norm["weight"],
+        cache[3],
+        eps=norm.eps,
+        key_eps=_KEY_EPS,
+        gate="sigmoid",
+    )
+    cache[0], cache[1], cache[2] = states
+    cache.advance(1)
+    return cast(mx.array, layer["o_proj"](y.reshape(x.shape[0], 1, -1)))
 
 
 def lfm2_convolution(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

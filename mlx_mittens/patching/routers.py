@@ -26,6 +26,7 @@ __all__ = [
     "gpt_oss_mixture",
     "granite_gate",
     "granite_hybrid_gate",
+    "kimi_mixture",
     "mellum_mixture",
     "mixtral_mixture",
     "olmoe_mixture",
@@ -38,6 +39,7 @@ __all__ = [
 # The functions by which gates of DeepSeek-V3's kind choose, and the gates' calls.
 _GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
 _V3_GATE = "51d7e60aa00e0751"
+_KIMI_SELECT = "dc9f41c97c84f724"  # _group_expert_select
 _ALWAYS = 64.0  # whose sigmoid is 1 in float32: the logit of a shared expert without a gate
 
 
@@ -152,14 +154,28 @@ def deepseek_v3_mixture(block: Any, x: mx.array) -> mx.array | None:
     if route is None:
         return None
     shared = block.shared_experts if block.config.n_shared_experts is not None else None
-    return _with_shared_expert(block.switch_mlp, x, x @ gate.weight.T, gate, shared, route)
+    logits, bias = x @ gate.weight.T, gate.e_score_correction_bias
+    return _with_shared_expert(block.switch_mlp, x, logits, gate.top_k, bias, shared, route)
+
+
+def kimi_mixture(block: Any, x: mx.array) -> mx.array | None:
+    options = block.args
+    module = sys.modules["mlx_lm.models.kimi_linear"]
+    if options.num_expert_group > 1 or options.moe_router_activation_func != "sigmoid":
+        return None
+    if digest_in(module, "_group_expert_select") != _KIMI_SELECT:
+        return None
+    k = options.num_experts_per_token
+    renormalize = options.moe_renormalize and k > 1
+    route = {"scores": "sigmoid", "renormalize": renormalize, "scale": options.routed_scaling_factor}
+    logits, bias = _logits(block.gate, x), block.e_score_correction_bias
+    return _with_shared_expert(block.switch_mlp, x, logits, k, bias, block.shared_experts, route)
 
 
 def _with_shared_expert(
-    glu: Any, x: mx.array, logits: mx.array, gate: Any, shared: Any, route: dict[str, Any]
+    glu: Any, x: mx.array, logits: mx.array, k: int, bias: mx.array, shared: Any, route: dict[str, Any]
 ) -> mx.array | None:
     """Experts that a gate with a bias chooses, beside one that all tokens take."""
-    bias, k = gate.e_score_correction_bias, gate.top_k
     if shared is not None:
         always = mx.array(_ALWAYS, x.dtype).reshape(*[1] * x.ndim)
         together = mixture(glu, x, logits, k, shared, always, router_bias=bias, **route)

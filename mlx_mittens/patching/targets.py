@@ -655,6 +655,13 @@ _STATE_LAYERS = (
     ),
     _StateLayer("gated_delta_token", recurrent_layers.qwen3_5_delta, "ab4ea6085dd4ed44", ("qwen3_5.GatedDeltaNet",)),
     _StateLayer(
+        "gated_delta_token",
+        recurrent_layers.kimi_delta,
+        "f3313d59a93c2dfe",
+        ("kimi_linear.KimiDeltaAttention",),
+        ("self", "x", "mask", "cache"),
+    ),
+    _StateLayer(
         "short_conv_token",
         recurrent_layers.lfm2_convolution,
         "014d36c50549ec90",
@@ -771,6 +778,12 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("deepseek_v3.DeepseekV3Attention", "glm4_moe_lite.Glm4MoeLiteAttention"),
     ),
     (
+        attention_layers.kimi_latent_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "b0898c86fdec7259",
+        ("kimi_linear.KimiMLAAttention",),
+    ),
+    (
         attention_layers.longcat_attention,
         ("cache", "scaled_dot_product_attention"),
         "552eb8266e484353",
@@ -814,6 +827,7 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
         ),
         ("self", "x"),
     ),
+    (routers.kimi_mixture, "b153316c706de4c2", ("kimi_linear.KimiSparseMoE",), ("self", "x")),
     (
         routers.granite_gate,
         "3fc5b5c918b88f8f",

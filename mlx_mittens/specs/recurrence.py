@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -67,13 +68,17 @@ class GatedDeltaTokenOp(Op):
     """Queries, keys, values, gates of results, time steps, rates, the convolution's state and weights, logarithms of
     decays, biases of time steps, weights of the norm, and a state.
 
-    The shape of a case is ``(batch, taps, key_heads, heads, rows, columns)``.
+    The shape of a case is ``(batch, taps, key_heads, heads, rows, columns)``. With ``per_column`` it has a gate for
+    each column of the state, and convolutions of queries, of keys and of values.
     """
 
     smallest = (1, 2, 1, 2, 3, 8)
 
     def link(self, case: Case) -> int:
         return 11
+
+    def arguments(self, case: Case) -> dict[str, Any]:
+        return {name: value for name, value in super().arguments(case).items() if name != "per_column"}
 
     def updated(self, case: Case) -> Mapping[int, int]:
         return {11: 2}
@@ -82,9 +87,10 @@ class GatedDeltaTokenOp(Op):
         batch, taps, key_heads, heads, rows, columns = case.shape
         keys, per_head = (batch, key_heads, columns), (batch, key_heads, heads // key_heads)
         channels = 2 * key_heads * columns + heads * rows
+        each = (columns,) if case.options.get("per_column") else ()
         return [
-            *(keys, keys, (*per_head, rows), (*per_head, rows), per_head, per_head),
-            *((batch, taps - 1, channels), (channels, taps), (heads,), (heads,), (rows,)),
+            *(keys, keys, (*per_head, rows), (*per_head, rows), (*per_head, *each), per_head),
+            *((batch, taps - 1, channels), (channels, taps), (heads,), (heads, *each), (rows,)),
             (batch, heads, rows, columns),
         ]
 
@@ -100,7 +106,7 @@ class GatedDeltaTokenOp(Op):
         return dtype.size * (sum(shapes) + shapes[2] + shapes[6]) + 8 * state
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-        return exact_gated_delta_token(*(widen(a) for a in arrays if a is not None))
+        return exact_gated_delta_token(*(widen(a) for a in arrays if a is not None), **self.arguments(case))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +245,7 @@ def exact_gated_delta_token(
     *,
     eps: float = 1e-6,
     key_eps: float = 1e-6,
+    gate: str = "silu",
 ) -> list[Exact]:
     """A token of a layer of the gated delta rule by its definition, in float64: y, and both states.
 
@@ -264,10 +271,11 @@ def exact_gated_delta_token(
     (query, query_size), (key, key_size) = normalized(0), normalized(of_keys)
     query, query_size = query * columns**-0.5, query_size * columns**-0.5
     value, value_size = (array[:, 2 * of_keys :].reshape(batch, heads, rows) for array in (gated, size))
-    time = np.logaddexp(a.reshape(batch, heads) + dt_bias, 0)
-    exponent = np.exp(a_log) * time
-    gate, rate = np.exp(-exponent)[..., None, None], 1 / (1 + np.exp(-b.reshape(batch, heads, 1)))
-    decayed, decayed_size = state * gate, np.abs(state) * gate * (1 + exponent[..., None, None])
+    gates = a.shape[3] if a.ndim == 4 else 1  # of a head
+    time = np.logaddexp(a.reshape(batch, heads, 1, gates) + dt_bias.reshape(heads, 1, gates), 0)
+    exponent = np.exp(a_log)[:, None, None] * time
+    decay, rate = np.exp(-exponent), 1 / (1 + np.exp(-b.reshape(batch, heads, 1)))
+    decayed, decayed_size = state * decay, np.abs(state) * decay * (1 + exponent)
     predicted = (decayed * key[..., None, :]).sum(-1)
     predicted_size = (decayed_size * np.abs(key[..., None, :]) + np.abs(decayed) * key_size[..., None, :]).sum(-1)
     update, update_size = rate * (value - predicted), rate * (value_size + predicted_size)
@@ -281,8 +289,9 @@ def exact_gated_delta_token(
     result_size = (last_size * np.abs(query[..., None, :]) + np.abs(last) * query_size[..., None, :]).sum(-1)
     root = np.sqrt((result**2).mean(-1, keepdims=True) + eps)
     along = (np.abs(result) * result_size).mean(-1, keepdims=True) / root**2
-    scale = np.abs(norm_weight * z.reshape(batch, heads, rows) / (1 + np.exp(-z.reshape(batch, heads, rows)))) / root
-    y = norm_weight * result / root * (z / (1 + np.exp(-z))).reshape(batch, heads, rows)
+    factor = (1 if gate == "sigmoid" else z) / (1 + np.exp(-z))
+    scale = np.abs(norm_weight * factor.reshape(batch, heads, rows)) / root
+    y = norm_weight * result / root * factor.reshape(batch, heads, rows)
     return [
         Exact(y, scale * (result_size + np.abs(result) * along)),
         Exact(window[:, 1:]),
@@ -339,8 +348,19 @@ def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
     return mx.stack(results, axis=1), s
 
 
-def _gated_delta_token_twin(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state):
-    """As mlx-lm's `Qwen3NextGatedDeltaNet` has it, in mx operations."""
+def _gated_delta_token(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state, gate="silu"):
+    """Convolutions of Kimi Linear are apart: here they are views, as no layer has them."""
+    arrays = a_log, dt_bias, norm_weight, state
+    if a.ndim == 3:
+        return recurrence.gated_delta_token(q, k, v, z, a, b, conv_state, conv_weight, *arrays, gate=gate)
+    ends = [q[0].size, 2 * q[0].size]
+    parts = (tuple(mx.split(array, ends, axis)) for array, axis in ((conv_state, 2), (conv_weight, 0)))
+    y, past, last = recurrence.gated_delta_token(q, k, v, z, a, b, *parts, *arrays, gate=gate)
+    return y, mx.concatenate(past, axis=2), last
+
+
+def _gated_delta_token_twin(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state, gate="silu"):
+    """As mlx-lm's `Qwen3NextGatedDeltaNet` and `KimiDeltaAttention` have it, in mx operations."""
     (batch, key_heads, columns), (group, rows) = q.shape, v.shape[2:]
     heads, of_keys = key_heads * group, key_heads * columns
     mixed = mx.concatenate([part.reshape(batch, 1, -1) for part in (q, k, v)], axis=-1)
@@ -351,12 +371,14 @@ def _gated_delta_token_twin(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt
     value = c[:, 2 * of_keys :].reshape(batch, 1, heads, rows)
     query = mx.fast.rms_norm(query, None, 1e-6 / columns) * (1 / columns)
     key = mx.fast.rms_norm(key, None, 1e-6 / columns) * columns**-0.5
-    time = mx.logaddexp(a.reshape(batch, 1, heads) + dt_bias, 0)
-    gates = mx.exp(-mx.exp(a_log.astype(mx.float32)) * time)
+    each = a.shape[3:]
+    time = mx.logaddexp(a.reshape(batch, 1, heads, *each) + dt_bias, 0)
+    gates = mx.exp(-mx.exp(a_log.astype(mx.float32)).reshape(heads, *[1] * len(each)) * time)
     y, last = _twin(query, key, value, gates, mx.sigmoid(b.reshape(batch, 1, heads)), state)
     y = mx.fast.rms_norm(y[:, 0], norm_weight, 1e-6).astype(mx.float32)
-    gate = z.reshape(batch, heads, rows).astype(mx.float32)
-    return (y * (gate * mx.sigmoid(gate))).astype(q.dtype), mx.contiguous(window[:, 1:]), last
+    z = z.reshape(batch, heads, rows).astype(mx.float32)
+    factor = mx.sigmoid(z) if gate == "sigmoid" else z * mx.sigmoid(z)
+    return (y * factor).astype(q.dtype), mx.contiguous(window[:, 1:]), last
 
 
 def _linear_attention(q, k, v, decay, state):
@@ -446,16 +468,18 @@ RECURRENCE_OPS: tuple[Op, ...] = (
             )
         ),
         outputs=3,
-        ours=recurrence.gated_delta_token,
+        ours=_gated_delta_token,
         twin=_gated_delta_token_twin,
-        twin_text="mlx-lm's `Qwen3NextGatedDeltaNet` between its projections",
+        twin_text="mlx-lm's `Qwen3NextGatedDeltaNet` and `KimiDeltaAttention` between their projections",
         summary="one token of a gated delta layer: convolution, norms, gates, state and gated norm",
         tests=(
             *cases_for_tests((1, 4, 2, 4, 33, 128), (2, 4, 1, 2, 9, 64), (1, 3, 2, 2, 5, 33), (1, 2, 1, 1, 3, 8)),
             *cases_for_tests((1, 4, 1, 2, 70, 264)),
+            *cases_for_tests((1, 4, 2, 2, 33, 128), (2, 3, 1, 2, 9, 24), per_column=True, gate="sigmoid"),
         ),
         cases=(
             Case("Qwen3-Next", (1, 4, 16, 32, 128, 128), quick=True),
+            Case("Kimi Linear", (1, 4, 32, 32, 128, 128), {"per_column": True, "gate": "sigmoid"}),
             Case("Qwen3-Next, 4 sequences", (4, 4, 16, 32, 128, 128)),
         ),
     ),

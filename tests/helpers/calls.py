@@ -546,6 +546,33 @@ def _recurrence_calls() -> list[Call]:
         "state": arguments["initial_state"],
     }
 
+    of_keys, of_values = "key_channels", "value_channels"
+    apart = {
+        **{name: tokens[name] for name in ("q", "k", "v", "z", "b", "a_log", "norm_weight", "state")},
+        "a": numbers(*per_key_head, "columns"),
+        "dt_bias": numbers("heads", "columns"),
+        **{f"{name}_state": numbers("batch", "past", of_keys) for name in "qk"},
+        "v_state": numbers("batch", "past", of_values),
+        **{f"{name}_weight": numbers(of_keys, "taps") for name in "qk"},
+        "v_weight": numbers(of_values, "taps"),
+    }
+
+    def token_apart(q, k, v, z, b, a_log, norm_weight, state, a, dt_bias, q_state, k_state, v_state, q_weight,
+                    k_weight, v_weight):  # fmt: skip
+        past, weights = (q_state, k_state, v_state), (q_weight, k_weight, v_weight)
+        y, past, state = mm.gated_delta_token(
+            q, k, v, z, a, b, past, weights, a_log / 4, dt_bias, norm_weight, state, gate="sigmoid"
+        )  # fmt: skip
+        return y, *past, state
+
+    def exact_apart(
+        q, k, v, z, b, a_log, norm_weight, state, a, dt_bias, q_state, k_state, v_state, q_weight, k_weight, v_weight
+    ):
+        past = q_state, k_state, v_state
+        fresh = [part.reshape(len(q), 1, math.prod(part.shape[1:])) for part in (q, k, v)]
+        moved = [np.concatenate([old, new], 1)[:, 1:] for old, new in zip(past, fresh)]
+        return [np.zeros((len(q), *state.shape[1:3])), *moved, state]
+
     def exact_token(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state):
         mixed = np.concatenate([part.reshape(len(q), 1, math.prod(part.shape[1:])) for part in (q, k, v)], -1)
         past = np.concatenate([conv_state, mixed], 1)[:, 1:]
@@ -554,7 +581,9 @@ def _recurrence_calls() -> list[Call]:
     def derived(sizes):
         heads = 2 * sizes["key_heads"]
         channels = 2 * sizes["key_heads"] * sizes["columns"] + heads * sizes["rows"]
-        return {"heads": heads, "each": 2, "past": 3, "taps": 4, "channels": channels}
+        of_keys, of_values = sizes["key_heads"] * sizes["columns"], heads * sizes["rows"]
+        parts = {"key_channels": of_keys, "value_channels": of_values, "channels": channels}
+        return {"heads": heads, "each": 2, "past": 3, "taps": 4, **parts}
 
     def gated_delta_token(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state):
         return mm.gated_delta_token(
@@ -604,6 +633,8 @@ def _recurrence_calls() -> list[Call]:
              space_token, exact_space_token, derived=derived_space),
         Call("gated_delta_token", "", {name: size for name, size in sizes.items() if name != "steps"}, tokens,
              gated_delta_token, exact_token, derived=derived),
+        Call("gated_delta_token", "apart", {name: size for name, size in sizes.items() if name != "steps"}, apart,
+             token_apart, exact_apart, derived=derived),
         Call("linear_attention", "", sizes, linear, linear_attention, exact_linear,
              derived=lambda sizes: {"heads": 2 * sizes["key_heads"]}),
         Call("gated_delta_update", "", sizes, arguments, gated_delta, exact,

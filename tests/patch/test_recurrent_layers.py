@@ -10,7 +10,7 @@ from helpers import tiny
 from helpers.support import launched_on_apple
 from helpers.tolerances import LAYERS, SUMS, assert_near
 from mlx_lm.models import cache as caches
-from mlx_lm.models import gated_delta, qwen3_5, qwen3_next
+from mlx_lm.models import gated_delta, kimi_linear, qwen3_5, qwen3_next
 
 import mlx_mittens as mm
 from mlx_mittens.patching import recurrent_layers
@@ -38,7 +38,32 @@ def layer_of_5():
     return qwen3_5.GatedDeltaNet(qwen3_5.TextModelArgs.from_dict({**NEXT, "model_type": "qwen3_5"}))
 
 
-LAYERS_OF = {"qwen3_next": next_layer, "qwen3_5": layer_of_5}
+KIMI = {
+    **{"model_type": "kimi_linear", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "rope_theta": 1e4},
+    **{"rms_norm_eps": 1e-6, "model_max_length": 512, "num_experts": 0, "moe_intermediate_size": 64},
+    **{"kv_lora_rank": 64, "linear_attn_config": {"kda_layers": [1, 2], "num_heads": 2, "head_dim": 24}},
+}
+
+
+def kimi_layer():
+    return kimi_linear.KimiDeltaAttention(kimi_linear.ModelArgs.from_dict(KIMI), 0)
+
+
+LAYERS_OF = {"qwen3_next": next_layer, "qwen3_5": layer_of_5, "kimi_linear": kimi_layer}
+
+
+def is_kimi(layer):
+    return isinstance(layer, kimi_linear.KimiDeltaAttention)
+
+
+def norm_name(layer):
+    return "o_norm" if is_kimi(layer) else "norm"
+
+
+def empty_cache(layer):
+    """A state of the heads, behind those of convolutions."""
+    return caches.ArraysCache(size=4 if is_kimi(layer) else 2)
 
 
 @pytest.fixture(params=list(LAYERS_OF))
@@ -52,14 +77,14 @@ def layer(request, rng):
 
 def filled(layer, x):
     """A cache after some tokens, with arrays of its own."""
-    cache = caches.ArraysCache(size=2)
+    cache = empty_cache(layer)
     layer(x, None, cache)
     cache.cache = [mx.array(np.array(a)) for a in cache.cache]
     return cache
 
 
 def copied(cache):
-    made = caches.ArraysCache(size=2)
+    made = caches.ArraysCache(size=len(cache.cache))
     made.cache = [a + 0 for a in cache.cache]
     return made
 
@@ -91,16 +116,16 @@ def test_two_hundred_tokens_are_mlx_lms(rng, layer, batch):
                 mx.eval(found, ours.cache)
             assert_near(found, expected, f"token {t}", LAYERS)
         assert runs() == 200
-    for i, name in enumerate(("conv_state", "state")):
-        assert ours[i].dtype == plain[i].dtype
-        assert_near(ours[i], plain[i], name, LAYERS)
+    for i, (state, theirs) in enumerate(zip(ours.cache, plain.cache, strict=True)):
+        assert state.dtype == theirs.dtype
+        assert_near(state, theirs, f"state {i}", LAYERS)
 
 
 def test_what_one_launch_does_not_do_is_mlx_lms(rng, layer):
     """Prompts, first tokens, masks, lengths, no cache: the call of the class."""
     x = mx.array(rng.normal(size=(2, 6, 64)).astype(np.float32))
     state = filled(layer, x)
-    lengths, empty = copied(state), caches.ArraysCache(size=2)
+    lengths, empty = copied(state), empty_cache(layer)
     lengths.lengths = mx.array([1, 0])
     mask = mx.array([[True], [False]])
     cases = {
@@ -111,7 +136,7 @@ def test_what_one_launch_does_not_do_is_mlx_lms(rng, layer):
         "lengths": (x[:, :1], None, lengths),
     }
     for name, (inputs, mask, cache) in cases.items():
-        own = None if cache is None else copied(cache) if cache[0] is not None else caches.ArraysCache(size=2)
+        own = None if cache is None else copied(cache) if cache[0] is not None else empty_cache(layer)
         if own is not None and cache.lengths is not None:
             own.lengths = cache.lengths + 0
         expected = layer(inputs, mask, own)
@@ -142,14 +167,17 @@ def test_other_code_is_left_alone(rng, layer, monkeypatch):
     recurrent_layers._are_known.cache_clear()
     assert count() == 1
 
-    class Norm(type(layer.norm)):
-        def __call__(self, x, gate=None):
-            return 2 * super().__call__(x, gate)
+    norm = layer[norm_name(layer)]
 
-    before, layer.norm.__class__ = type(layer.norm), Norm
+    class Norm(type(norm)):
+        def __call__(self, *arguments):
+            return 2 * super().__call__(*arguments)
+
+    before, norm.__class__ = type(norm), Norm
     assert count() == 0
-    layer.norm.__class__ = before
-    layer.conv1d.bias = mx.zeros((layer.conv_dim,))
+    norm.__class__ = before
+    conv = layer.q_conv.conv if is_kimi(layer) else layer.conv1d
+    conv.bias = mx.zeros((conv.weight.shape[0],))
     assert count() == 0
 
 
@@ -166,7 +194,8 @@ def test_gradients_are_those_of_mlx_lm(rng, layer):
 @pytest.mark.parametrize("convert", [False, True], ids=["patched", "converted"])
 def test_a_token_takes_one_launch_between_the_projections(rng, layer, convert):
     """With those of the projections: no copy of a view, and no operation of mx."""
-    projections = 2 if isinstance(layer, qwen3_next.Qwen3NextGatedDeltaNet) else 4
+    projections = 8 if is_kimi(layer) else 2 if isinstance(layer, qwen3_next.Qwen3NextGatedDeltaNet) else 4
+    kernel = "gated_delta_token_apart_float16" if is_kimi(layer) else "gated_delta_token_float16"
     layer.set_dtype(mx.float16)
     x = mx.array(rng.normal(size=(1, 4, 64)).astype(np.float32)).astype(mx.float16)
     state = filled(layer, x[:, :3])
@@ -178,7 +207,7 @@ def test_a_token_takes_one_launch_between_the_projections(rng, layer, convert):
         launched = launched_on_apple(lambda: layer(last, None, state))
     products = [name for name in launched if name.startswith("gemv")]
     assert len(products) == projections + 1, launched
-    assert [name for name in launched if name not in products] == ["gated_delta_token_float16"]
+    assert [name for name in launched if name not in products] == [kernel]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -207,11 +236,11 @@ def test_a_model_gives_its_tokens(rng, batch):
 
 def test_prompts_of_a_converted_layer_are_on_our_ops(rng, layer):
     x = mx.array(rng.normal(size=(1, 6, 64)).astype(np.float32))
-    expected = layer(x, None, caches.ArraysCache(size=2))
+    expected = layer(x, None, empty_cache(layer))
     mx.eval(expected)
     mm.nn.convert(layer)
     mm.stats(reset=True)
-    found = layer(x, None, caches.ArraysCache(size=2))
+    found = layer(x, None, empty_cache(layer))
     mx.eval(found)
     ran = {op for op, counts in mm.stats().items() if counts["kernels"]}
     assert {"qk_norm", "gated_delta_update"} <= ran and "gated_delta_token" not in ran

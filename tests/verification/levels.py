@@ -90,6 +90,7 @@ def _with_most_threads(op: specs.Op, dtype: mx.Dtype) -> Iterator[specs.Case]:
             yield specs.Case("test", (1, chosen, 16, 64, 64), {**options, "k": chosen})  # a simdgroup for each
     elif op.name == "gated_delta_token":
         yield specs.Case("test", (1, 4, 2, 4, 128, 128))
+        yield specs.Case("test", (1, 4, 2, 2, 128, 128), {"per_column": True, "gate": "sigmoid"})
     elif op.name == "ssm_token":
         yield specs.Case("test", (1, 4, 1, 4, 128, 128))
     elif op.name == "qk_norm":

@@ -1,12 +1,18 @@
+#include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 
 #include "mlx/ops.h"
 #include "ops/recurrence/plan.h"
@@ -29,32 +35,54 @@ namespace {
 constexpr const char* op = "gated_delta_token";
 const Name file = "recurrence/gated_delta_token.metal";
 
-using Outputs = std::tuple<mx::array, mx::array, mx::array>;
+// The convolution's states or weights: of all channels, or those of q, of k and of v.
+using Convolved = std::variant<mx::array, std::tuple<mx::array, mx::array, mx::array>>;
+using Outputs = std::tuple<mx::array, Convolved, mx::array>;
+
+enum Part { kQ, kK, kV, kParts };
 
 struct TokenOptions {
   float eps;
   float key_eps;
+  bool is_sigmoid;  // the gate of the result, else SiLU
+  bool is_apart;  // the convolution has three states
+  bool in_place;  // they may be moved on where they lie
 
   bool operator==(const TokenOptions&) const = default;
+
+  constexpr size_t states() const {
+    return is_apart ? kParts : 1;
+  }
 };
 
-// The inputs by name: the first eight have one dtype, the state float32.
-struct TokenArrays {
-  const mx::array &q, &k, &v, &z, &a, &b, &conv_state, &conv_weight, &a_log, &dt_bias, &norm_weight, &state;
+constexpr size_t views = 6;  // inputs that are read by strides
+constexpr size_t conv_index = views;  // of the first state of the convolution
+size_t state_index(const TokenOptions& options) {
+  return conv_index + 2 * options.states() + 3;
+}
 
-  explicit TokenArrays(const Arrays& inputs)
+// The inputs by name: all up to the weights have one dtype, the state float32.
+struct TokenArrays {
+  const mx::array &q, &k, &v, &z, &a, &b;
+  const mx::array* conv_state;  // as many as options say
+  const mx::array* conv_weight;
+  const mx::array &a_log, &dt_bias, &norm_weight, &state;
+  size_t states;
+
+  TokenArrays(const Arrays& inputs, const TokenOptions& options)
       : q(inputs[0]),
         k(inputs[1]),
         v(inputs[2]),
         z(inputs[3]),
         a(inputs[4]),
         b(inputs[5]),
-        conv_state(inputs[6]),
-        conv_weight(inputs[7]),
-        a_log(inputs[8]),
-        dt_bias(inputs[9]),
-        norm_weight(inputs[10]),
-        state(inputs[11]) {}
+        conv_state(&inputs[conv_index]),
+        conv_weight(&inputs[conv_index + options.states()]),
+        a_log(inputs.end()[-4]),
+        dt_bias(inputs.end()[-3]),
+        norm_weight(inputs.end()[-2]),
+        state(inputs.end()[-1]),
+        states(options.states()) {}
 
   int batch() const {
     return q.shape(0);
@@ -72,16 +100,29 @@ struct TokenArrays {
     return q.shape(2);
   }
   int taps() const {
-    return conv_weight.shape(1);
+    return conv_weight[0].shape(1);
+  }
+  bool gate_per_column() const {
+    return a.ndim() == 4;
+  }
+  int channels(int part) const {
+    return part == kV ? heads() * rows() : key_heads() * columns();
+  }
+  // Where a part's channels begin in the state that has them.
+  int first_channel(int part) const {
+    return states == kParts ? 0 : part * channels(kQ);
+  }
+  const mx::array& state_of(int part) const {
+    return conv_state[states == kParts ? part : 0];
+  }
+  const mx::array& weight_of(int part) const {
+    return conv_weight[states == kParts ? part : 0];
   }
   cpu::Recurrence sizes() const {
     const auto size = [](int n) { return static_cast<size_t>(n); };
     return {size(batch()), 1, size(heads()), size(key_heads()), size(rows()), size(columns()), false, true};
   }
 };
-
-constexpr size_t views = 6;  // inputs that are read by strides
-constexpr size_t state_index = 11;  // of the inputs
 
 template <typename Strides>
 Strides strides_of(const mx::array& view, bool has_rows) {
@@ -97,7 +138,7 @@ cpu::HeadRows native_rows(const mx::array& view, bool has_rows) {
 class GatedDeltaToken : public HeadsOfToken {
  public:
   GatedDeltaToken(mx::Stream stream, const TokenOptions& options)
-      : HeadsOfToken(stream, state_index), options_(options) {}
+      : HeadsOfToken(stream, state_index(options), options.in_place ? conv_index : 0), options_(options) {}
 
   const char* name() const override {
     return "MittensGatedDeltaToken";
@@ -108,8 +149,13 @@ class GatedDeltaToken : public HeadsOfToken {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    const TokenArrays arrays(inputs);
-    return {{arrays.batch(), arrays.heads(), arrays.rows()}, arrays.conv_state.shape(), arrays.state.shape()};
+    const TokenArrays arrays(inputs, options_);
+    std::vector<mx::Shape> shapes = {{arrays.batch(), arrays.heads(), arrays.rows()}};
+    for (size_t i = 0; i < arrays.states; ++i) {
+      shapes.push_back(arrays.conv_state[i].shape());
+    }
+    shapes.push_back(arrays.state.shape());
+    return shapes;
   }
 
  protected:
@@ -118,13 +164,14 @@ class GatedDeltaToken : public HeadsOfToken {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    const TokenArrays arrays(inputs);
-    GatedDeltaTokenParams params{};  // simulators compare its padding too
+    const TokenArrays arrays(inputs, options_);
+    GatedDeltaTokenApartParams apart{};  // simulators compare its padding too
+    GatedDeltaTokenParams& params = apart.token;
     params.q = strides_of<HeadStrides>(arrays.q, true);
     params.k = strides_of<HeadStrides>(arrays.k, true);
     params.v = strides_of<HeadStrides>(arrays.v, true);
     params.z = strides_of<HeadStrides>(arrays.z, true);
-    params.a = strides_of<HeadStrides>(arrays.a, false);
+    params.a = strides_of<HeadStrides>(arrays.a, arrays.gate_per_column());
     params.b = strides_of<HeadStrides>(arrays.b, false);
     params.state = token_params(arrays.sizes());
     params.taps = static_cast<uint32_t>(arrays.taps());
@@ -133,69 +180,98 @@ class GatedDeltaToken : public HeadsOfToken {
     params.norm_type = number_type(arrays.norm_weight.dtype());
     params.key_eps = options_.key_eps;
     params.eps = options_.eps;
+    apart.gate_per_column = arrays.gate_per_column();
+    apart.is_sigmoid = options_.is_sigmoid;
     Launch launch;
+    launch.arguments.reserve(22);
     launch.file = file;
-    launch.kernel = kernel_name(arrays.q.dtype(), op);
+    launch.kernel = options_.is_apart ? kernel_name(arrays.q.dtype(), op, "apart") : kernel_name(arrays.q.dtype(), op);
     share_out_heads(launch, params.state, arrays.batch());
-    for (size_t i = 0; i < views; ++i) {
-      add_view(launch, inputs[i]);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      i < views ? add_view(launch, inputs[i]) : (void)launch.input(inputs[i]);
     }
-    for (size_t i = views; i < inputs.size(); ++i) {
-      launch.input(inputs[i]);
+    for (const mx::array& output : outputs) {
+      launch.output(output);
     }
-    return in_order(launch.output(outputs[0]).output(outputs[1]).output(outputs[2]).params(params));
+    options_.is_apart ? (void)launch.params(apart) : (void)launch.params(params);
+    return in_order(std::move(launch));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
-    const TokenArrays arrays(inputs);
-    const cpu::GatedDeltaTokenInputs data = {
-        native_rows(arrays.q, true),    native_rows(arrays.k, true),        native_rows(arrays.v, true),
-        native_rows(arrays.z, true),    native_rows(arrays.a, false),       native_rows(arrays.b, false),
-        data_of(arrays.conv_state),     data_of(arrays.conv_weight),        native_numbers(arrays.a_log),
-        native_numbers(arrays.dt_bias), native_numbers(arrays.norm_weight), arrays.state.data<float>()};
+    const TokenArrays arrays(inputs, options_);
+    cpu::GatedDeltaTokenInputs data = {native_rows(arrays.q, true),
+                                       native_rows(arrays.k, true),
+                                       native_rows(arrays.v, true),
+                                       native_rows(arrays.z, true),
+                                       native_rows(arrays.a, arrays.gate_per_column()),
+                                       native_rows(arrays.b, false),
+                                       {},
+                                       native_numbers(arrays.a_log),
+                                       native_numbers(arrays.dt_bias),
+                                       native_numbers(arrays.norm_weight),
+                                       arrays.state.data<float>()};
+    for (int part = 0; part < kParts; ++part) {
+      const mx::array& before = arrays.state_of(part);
+      mx::array& after = outputs[options_.is_apart ? 1 + part : 1];
+      const size_t item = before.itemsize(), first = arrays.first_channel(part);
+      const auto at = [](const void* p, size_t bytes) { return static_cast<const std::byte*>(p) + bytes; };
+      data.parts[part] = {at(data_of(before), first * item),
+                          before.strides(0),
+                          before.strides(1),
+                          at(data_of(arrays.weight_of(part)), first * item * static_cast<size_t>(arrays.taps())),
+                          static_cast<std::byte*>(data_of(after)) + first * item,
+                          after.strides(0),
+                          after.strides(1)};
+    }
     const cpu::Recurrence all = arrays.sizes();
-    const cpu::GatedDeltaToken sizes = {all.batch,        all.key_heads, all.heads / all.key_heads,
-                                        all.rows,         all.columns,   static_cast<size_t>(arrays.taps()),
-                                        options_.key_eps, options_.eps};
-    return
-        [type = native_type(arrays.q.dtype()), sizes, data, y = data_of(outputs[0]), conv_state = data_of(outputs[1]),
-         state = outputs[2].data<float>()] { cpu::gated_delta_token(type, sizes, data, y, conv_state, state); };
+    const cpu::GatedDeltaToken sizes = {all.batch,          all.key_heads, all.heads / all.key_heads,
+                                        all.rows,           all.columns,   static_cast<size_t>(arrays.taps()),
+                                        options_.key_eps,   options_.eps,  arrays.gate_per_column(),
+                                        options_.is_sigmoid};
+    return [type = native_type(arrays.q.dtype()), sizes, data, y = data_of(outputs[0]),
+            state = outputs.back().data<float>()] { cpu::gated_delta_token(type, sizes, data, y, state); };
   }
 
   Arrays composed(const Arrays& inputs) override {
-    const TokenArrays arrays(inputs);
+    const TokenArrays arrays(inputs, options_);
     const mx::Stream s = stream();
     const int batch = arrays.batch(), key_heads = arrays.key_heads(), heads = arrays.heads(), rows = arrays.rows();
     const int columns = arrays.columns(), taps = arrays.taps(), group = arrays.v.shape(2);
     const auto wide = [&](const mx::array& a) { return in_dtype(a, mx::float32, s); };
     const auto number = [](float v) { return mx::array(v); };
     const auto silu = [&](const mx::array& x) { return mx::multiply(x, mx::sigmoid(x, s), s); };
-    const int of_keys = key_heads * columns, of_values = heads * rows;
-    const auto flat = [&](const mx::array& a, int size) { return mx::reshape(a, {batch, 1, size}, s); };
-    const Arrays parts = {flat(arrays.q, of_keys), flat(arrays.k, of_keys), flat(arrays.v, of_values)};
-    const mx::array mixed = mx::concatenate(parts, 2, s);
-    const mx::array window = mx::concatenate({arrays.conv_state, mixed}, 1, s);
-    const mx::array weight = mx::transpose(wide(arrays.conv_weight), s);
-    const mx::array c = silu(mx::sum(mx::multiply(wide(window), weight, s), 1, false, s));
-    const auto channels = [&](int begin, int end, mx::Shape shape) {
-      return mx::reshape(mx::slice(c, {0, begin}, {batch, end}, s), std::move(shape), s);
-    };
+    const mx::array* const fresh[] = {&arrays.q, &arrays.k, &arrays.v};
+    Arrays convolved, last;
+    for (int part = 0; part < kParts; ++part) {
+      const int begin = arrays.first_channel(part), size = arrays.channels(part);
+      const mx::array past = mx::slice(arrays.state_of(part), {0, 0, begin}, {batch, taps - 1, begin + size}, s);
+      const mx::array window = mx::concatenate({past, mx::reshape(*fresh[part], {batch, 1, size}, s)}, 1, s);
+      const mx::array weight = mx::slice(arrays.weight_of(part), {begin, 0}, {begin + size, taps}, s);
+      const mx::array products = mx::multiply(wide(window), mx::transpose(wide(weight), s), s);
+      convolved.push_back(silu(mx::sum(products, 1, false, s)));
+      last.push_back(mx::slice(window, {0, 1, 0}, {batch, taps, size}, s));
+    }
     // [batch, key heads, 1, 1, columns]
-    const auto normalized = [&](int begin) {
-      const mx::array x = channels(begin, begin + of_keys, {batch, key_heads, 1, 1, columns});
+    const auto normalized = [&](int part) {
+      const mx::array x = mx::reshape(convolved[part], {batch, key_heads, 1, 1, columns}, s);
       const mx::array square = mx::sum(mx::square(x, s), -1, true, s);
       return mx::multiply(x, mx::rsqrt(mx::add(square, number(options_.key_eps), s), s), s);
     };
-    const mx::array q = mx::multiply(normalized(0), number(1 / std::sqrt(static_cast<float>(columns))), s);
-    const mx::array k = normalized(of_keys);
-    const mx::array v = channels(2 * of_keys, 2 * of_keys + of_values, {batch, key_heads, group, rows, 1});
-    const auto by_head = [&](const mx::array& a) { return mx::reshape(wide(a), {1, key_heads, group, 1, 1}, s); };
-    const auto by_sequence = [&](const mx::array& a) {
-      return mx::reshape(wide(a), {batch, key_heads, group, 1, 1}, s);
+    const mx::array q = mx::multiply(normalized(kQ), number(1 / std::sqrt(static_cast<float>(columns))), s);
+    const mx::array k = normalized(kK);
+    const mx::array v = mx::reshape(convolved[kV], {batch, key_heads, group, rows, 1}, s);
+    const int gates = arrays.gate_per_column() ? columns : 1;
+    const auto by_head = [&](const mx::array& a, int each) {
+      return mx::reshape(wide(a), {1, key_heads, group, 1, each}, s);
     };
-    const mx::array time = mx::logaddexp(mx::add(by_sequence(arrays.a), by_head(arrays.dt_bias), s), number(0), s);
-    const mx::array gate = mx::exp(mx::negative(mx::multiply(mx::exp(by_head(arrays.a_log), s), time, s), s), s);
-    const mx::array rate = mx::sigmoid(by_sequence(arrays.b), s);
+    const auto by_sequence = [&](const mx::array& a, int each) {
+      return mx::reshape(wide(a), {batch, key_heads, group, 1, each}, s);
+    };
+    const mx::array biased = mx::add(by_sequence(arrays.a, gates), by_head(arrays.dt_bias, gates), s);
+    const mx::array time = mx::logaddexp(biased, number(0), s);
+    const mx::array rates = mx::exp(by_head(arrays.a_log, 1), s);
+    const mx::array gate = mx::exp(mx::negative(mx::multiply(rates, time, s), s), s);
+    const mx::array rate = mx::sigmoid(by_sequence(arrays.b, 1), s);
     mx::array state = mx::reshape(arrays.state, {batch, key_heads, group, rows, columns}, s);
     state = mx::multiply(state, gate, s);
     const mx::array predicted = mx::sum(mx::multiply(state, k, s), -1, true, s);
@@ -203,22 +279,60 @@ class GatedDeltaToken : public HeadsOfToken {
     mx::array y = mx::sum(mx::multiply(state, q, s), -1, false, s);
     const mx::array square = mx::mean(mx::square(y, s), -1, true, s);
     y = mx::multiply(y, mx::rsqrt(mx::add(square, number(options_.eps), s), s), s);
-    y = mx::multiply(mx::multiply(y, wide(arrays.norm_weight), s), silu(wide(arrays.z)), s);
-    const mx::Dtype dtype = arrays.q.dtype();
-    const mx::array last = mx::slice(window, {0, 1, 0}, {batch, taps, window.shape(2)}, s);
-    return {in_dtype(mx::reshape(y, {batch, heads, rows}, s), dtype, s), last,
-            mx::reshape(state, arrays.state.shape(), s)};
+    const mx::array z = wide(arrays.z);
+    const mx::array gating = options_.is_sigmoid ? mx::sigmoid(z, s) : silu(z);
+    y = mx::multiply(mx::multiply(y, wide(arrays.norm_weight), s), gating, s);
+    Arrays outputs = {in_dtype(mx::reshape(y, {batch, heads, rows}, s), arrays.q.dtype(), s)};
+    if (options_.is_apart) {
+      outputs.insert(outputs.end(), last.begin(), last.end());
+    } else {
+      outputs.push_back(mx::concatenate(last, 2, s));
+    }
+    outputs.push_back(mx::reshape(state, arrays.state.shape(), s));
+    return outputs;
   }
 
  private:
   TokenOptions options_;
 };
 
+// Of all channels, one, or of q, of k and of v, three.
+Arrays arrays_of(const Convolved& convolved) {
+  if (const auto* all = std::get_if<mx::array>(&convolved)) {
+    return {*all};
+  }
+  const auto& [q, k, v] = std::get<1>(convolved);
+  return {q, k, v};
+}
+
+Convolved convolved_of(const Arrays& arrays) {
+  if (arrays.size() == 1) {
+    return arrays[0];
+  }
+  return std::make_tuple(arrays[kQ], arrays[kK], arrays[kV]);
+}
+
+std::string name_of(const char* name, size_t i, size_t count) {
+  return count == 1 ? name : std::string(name) + "[" + std::to_string(i) + "]";
+}
+
+bool is_sigmoid(const std::string& gate) {
+  if (gate != "silu" && gate != "sigmoid") {
+    checks::fail(op, "gate is '", gate, "': expected 'silu' or 'sigmoid'");
+  }
+  return gate == "sigmoid";
+}
+
+// The channels of q, of k and of v of what has all of them.
+Arrays split_channels(const mx::array& all, int of_keys, int axis, mx::Stream stream) {
+  return mx::split(all, mx::Shape{of_keys, 2 * of_keys}, axis, stream);
+}
+
 Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& z,
-                          const mx::array& a, const mx::array& b, const mx::array& conv_state,
-                          const mx::array& conv_weight, const mx::array& a_log, const mx::array& dt_bias,
+                          const mx::array& a, const mx::array& b, const Convolved& conv_state,
+                          const Convolved& conv_weight, const mx::array& a_log, const mx::array& dt_bias,
                           const mx::array& norm_weight, const mx::array& state, float eps, float key_eps,
-                          mx::StreamOrDevice where) {
+                          const std::string& gate, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   if (q.ndim() != 3) {
     checks::fail(op, "q has shape ", q.shape(), ": expected [batch, key heads, columns]");
@@ -230,42 +344,83 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
   }
   const int batch = q.shape(0), heads = v.shape(1) * v.shape(2), rows = v.shape(3), columns = q.shape(2);
   const mx::Shape per_head(v.shape().begin(), v.shape().end() - 1);
+  const bool per_column = a.ndim() == 4;
+  mx::Shape of_gates = per_head, of_biases = {heads};
+  if (per_column) {
+    of_gates.push_back(columns);
+    of_biases.push_back(columns);
+  }
   check_shape(op, "z", z, v.shape());
-  check_shape(op, "a", a, per_head);
+  check_shape(op, "a", a, of_gates);
   check_shape(op, "b", b, per_head);
-  const int channels = 2 * q.shape(1) * columns + heads * rows;
-  const mx::array weight = taps_of_channels(op, conv_weight, channels, stream);
-  const int taps = conv_weight.shape(1);
-  check_shape(op, "conv_state", conv_state, {batch, taps - 1, channels});
+  const int of_keys = q.shape(1) * columns, of_values = heads * rows;
+  Arrays states = arrays_of(conv_state), weights = arrays_of(conv_weight);
+  const size_t given = states.size();
+  if (weights.size() != given) {
+    checks::fail(op, "conv_state has ", given, " parts, conv_weight has ", weights.size(), ": expected as many");
+  }
+  for (size_t i = 0; i < given; ++i) {
+    const int channels = given == 1 ? 2 * of_keys + of_values : i == kV ? of_values : of_keys;
+    weights[i] = taps_of_channels(op, weights[i], channels, stream, name_of("conv_weight", i, given).c_str());
+    if (weights[i].shape(1) != weights[0].shape(1)) {
+      checks::fail(op, "conv_weight has ", weights[0].shape(1), " and ", weights[i].shape(1),
+                   " taps: expected as many in all parts");
+    }
+    const mx::Shape expected = {batch, weights[0].shape(1) - 1, channels};
+    check_shape(op, name_of("conv_state", i, given).c_str(), states[i], expected);
+  }
   check_shape(op, "A_log", a_log, {heads});
-  check_shape(op, "dt_bias", dt_bias, {heads});
+  check_shape(op, "dt_bias", dt_bias, of_biases);
   check_shape(op, "norm_weight", norm_weight, {rows});
   check_shape(op, "state", state, {batch, heads, rows, columns});
   checks::epsilon(op, eps);
   checks::epsilon(op, key_eps);
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"q", q}, {"k", k}, {"v", v}, {"z", z}, {"a", a}, {"b", b}});
-  for (const auto& [name, array] :
-       {std::pair("conv_state", &conv_state), std::pair("conv_weight", &conv_weight), std::pair("A_log", &a_log),
-        std::pair("dt_bias", &dt_bias), std::pair("norm_weight", &norm_weight), std::pair("state", &state)}) {
+  Arrays convolution = states;
+  convolution.insert(convolution.end(), weights.begin(), weights.end());
+  for (size_t i = 0; i < convolution.size(); ++i) {
+    const std::string name = name_of(i < given ? "conv_state" : "conv_weight", i % given, given);
+    checks::kernel_dtype(op, {{name.c_str(), convolution[i]}});
+  }
+  for (const auto& [name, array] : {std::pair("A_log", &a_log), std::pair("dt_bias", &dt_bias),
+                                    std::pair("norm_weight", &norm_weight), std::pair("state", &state)}) {
     checks::kernel_dtype(op, {{name, *array}});
   }
+  const bool sigmoid_gate = is_sigmoid(gate);
+  // One kernel has gates of heads, SiLU and a state of all channels; another all else.
+  const bool is_apart = given == kParts || per_column || sigmoid_gate;
+  if (is_apart && given == 1) {
+    states = split_channels(states[0], of_keys, 2, stream);
+    weights = split_channels(weights[0], of_keys, 0, stream);
+  }
   const auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
-  Arrays inputs = {typed(q), typed(k), typed(v),          typed(z),
-                   typed(a), typed(b), typed(conv_state), typed(weight),
-                   a_log,    dt_bias,  norm_weight,       in_dtype(state, mx::float32, stream)};
-  const TokenArrays arrays(inputs);
-  const cpu::Recurrence sizes = arrays.sizes();
-  const auto primitive = std::make_shared<GatedDeltaToken>(stream, TokenOptions{eps, key_eps});
+  Arrays inputs = {typed(q), typed(k), typed(v), typed(z), typed(a), typed(b)};
+  for (const Arrays& arrays : {states, weights}) {
+    std::transform(arrays.begin(), arrays.end(), std::back_inserter(inputs), typed);
+  }
+  inputs.insert(inputs.end(), {a_log, dt_bias, norm_weight, in_dtype(state, mx::float32, stream)});
+  const TokenOptions options{eps, key_eps, sigmoid_gate, is_apart, is_apart && v.shape(2) == 1};
+  const cpu::Recurrence sizes = TokenArrays(inputs, options).sizes();
+  const auto primitive = std::make_shared<GatedDeltaToken>(stream, options);
   const bool by_mx = token_goes_to_mx(op, dtype, sizes, q.size() == 0 || v.size() == 0, stream);
-  const Arrays all =
-      by_mx ? primitive->in_operations(inputs) : results_of(primitive, inputs, {dtype, dtype, mx::float32});
-  return {all[0], in_dtype(all[1], conv_state.dtype(), stream), in_dtype(all[2], state.dtype(), stream)};
+  std::vector<mx::Dtype> dtypes(2 + states.size(), dtype);
+  dtypes.back() = mx::float32;
+  const Arrays all = by_mx ? primitive->in_operations(inputs) : results_of(primitive, inputs, dtypes);
+  Arrays last(all.begin() + 1, all.end() - 1);
+  if (given < last.size()) {
+    last = {mx::concatenate(last, 2, stream)};
+  }
+  const Arrays before = arrays_of(conv_state);
+  for (size_t i = 0; i < last.size(); ++i) {
+    last[i] = in_dtype(last[i], before[i].dtype(), stream);
+  }
+  return {all[0], convolved_of(last), in_dtype(all.back(), state.dtype(), stream)};
 }
 
 void bind(nb::module_& module) {
   bind_function(module, op, &gated_delta_token, "q"_a, "k"_a, "v"_a, "z"_a, "a"_a, "b"_a, "conv_state"_a,
                 "conv_weight"_a, "A_log"_a, "dt_bias"_a, "norm_weight"_a, "state"_a, nb::kw_only(), "eps"_a = 1e-6,
-                "key_eps"_a = 1e-6, "stream"_a = nb::none());
+                "key_eps"_a = 1e-6, "gate"_a = "silu", "stream"_a = nb::none());
 }
 
 const Register registered(bind);

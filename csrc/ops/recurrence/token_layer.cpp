@@ -22,13 +22,13 @@ void check_shape(const char* op, const char* name, const mx::array& array, const
   }
 }
 
-mx::array taps_of_channels(const char* op, const mx::array& conv_weight, std::optional<int> channels,
-                           mx::Stream stream) {
+mx::array taps_of_channels(const char* op, const mx::array& conv_weight, std::optional<int> channels, mx::Stream stream,
+                           const char* name) {
   const bool has_one = conv_weight.ndim() == 3 && conv_weight.shape(2) == 1;
   if ((conv_weight.ndim() != 2 && !has_one) || conv_weight.shape(1) < 1 ||
       conv_weight.shape(0) != channels.value_or(conv_weight.shape(0))) {
     const std::string expected = channels ? std::to_string(*channels) : "channels";
-    checks::fail(op, "conv_weight has shape ", conv_weight.shape(), ": expected [", expected, ", taps] or [", expected,
+    checks::fail(op, name, " has shape ", conv_weight.shape(), ": expected [", expected, ", taps] or [", expected,
                  ", taps, 1]");
   }
   return has_one ? mx::squeeze(conv_weight, 2, stream) : conv_weight;
@@ -88,11 +88,15 @@ const Arrays& HeadsOfToken::prepared(const Arrays& inputs, Arrays& copies) {
 // Each row of the state is read before it is written, by the same threads.
 void HeadsOfToken::allocate(const Arrays& inputs, Arrays& outputs) {
   allocate_output(outputs[0], stream());
-  allocate_output(outputs[1], stream());
+  const size_t last = outputs.size() - 1;
+  for (size_t i = 1; i < last; ++i) {
+    convolutions_ ? take_or_allocate(outputs[i], inputs[convolutions_ + i - 1], stream(), outputs.size())
+                  : allocate_output(outputs[i], stream());
+  }
   if (inputs[state_].offset() % 16 == 0) {  // as it is written
-    take_or_allocate(outputs[2], inputs[state_], stream(), 3);
+    take_or_allocate(outputs[last], inputs[state_], stream(), outputs.size());
   } else {
-    allocate_output(outputs[2], stream());
+    allocate_output(outputs[last], stream());
   }
 }
 

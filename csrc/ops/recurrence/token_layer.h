@@ -15,8 +15,8 @@ void check_shape(const char* op, const char* name, const mx::array& array, const
 
 // [channels, taps] of [channels, taps] or [channels, taps, 1]. Throws for other shapes, and other channels than those
 // given.
-mx::array taps_of_channels(const char* op, const mx::array& conv_weight, std::optional<int> channels,
-                           mx::Stream stream);
+mx::array taps_of_channels(const char* op, const mx::array& conv_weight, std::optional<int> channels, mx::Stream stream,
+                           const char* name = "conv_weight");
 
 // Whether mx is to compute a token, since a GPU has no kernel for so many rows or is_empty, or for its speed; but for
 // the second said so in mm.stats().
@@ -32,11 +32,13 @@ cpu::Numbers native_numbers(const mx::array& array);
 // Makes the outputs of a primitive in the dtypes given.
 Arrays results_of(std::shared_ptr<KernelPrimitive> primitive, Arrays inputs, const std::vector<mx::Dtype>& dtypes);
 
-// Results y, the convolution's state, and the state of each head in float32, whose buffer is taken where it can be.
+// Results y, states of the convolution, and the state of each head in float32, whose buffer is taken where it can be.
 class HeadsOfToken : public KernelPrimitive {
  public:
-  // state: its index among the inputs.
-  HeadsOfToken(mx::Stream stream, size_t state) : KernelPrimitive(stream), state_(state) {}
+  // state: its index among the inputs. convolutions: that of the first state of the convolution which is written in
+  // place where it can be, as all up to the last are; 0 for none.
+  HeadsOfToken(mx::Stream stream, size_t state, size_t convolutions = 0)
+      : KernelPrimitive(stream), state_(state), convolutions_(convolutions) {}
 
   // The composition, for callers of the op.
   Arrays in_operations(const Arrays& inputs) {
@@ -52,6 +54,7 @@ class HeadsOfToken : public KernelPrimitive {
 
  private:
   size_t state_;
+  size_t convolutions_;
 };
 
 }  // namespace mittens

@@ -93,6 +93,68 @@ def test_gradients_are_those_of_the_parts(rng, taps):
         assert_near(ours, theirs, name, 16 * SUMS)
 
 
+def apart(arrays, key_channels):
+    """The arguments with states and weights of the convolution in three parts."""
+    ends = [key_channels, 2 * key_channels]
+    parts = [tuple(map(mx.contiguous, mx.split(arrays[i], ends, axis))) for i, axis in ((6, 2), (7, 0))]
+    return [*arrays[:6], *parts, *arrays[8:]]
+
+
+def kimi(rng, *shape, dtype=mx.float32):
+    return OP.draw(rng, specs.Case("", shape, {"per_column": True}), dtype)
+
+
+@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+@pytest.mark.parametrize("per_column", [False, True])
+def test_convolutions_apart(rng, dtype, executor, per_column, gate):
+    """Three states, each moved on by itself, are those of all channels; so with gates of columns."""
+    shape = (2, 4, 2, 4, 9, 24)
+    arrays = (kimi if per_column else draw)(rng, *shape, dtype=dtype)
+    y, past, state = mm.gated_delta_token(*apart(arrays, 48), gate=gate)
+    whole = mm.gated_delta_token(*arrays, gate=gate)
+    for name, ours, beside in zip(("y", "state"), (y, state), (whole[0], whole[2])):
+        assert_near(ours, beside, name, max(4 * SUMS, units(1, ours.dtype)))
+    assert_same_bits(mx.concatenate(past, axis=2), whole[1], "conv_state")
+    exact = OP.exact(specs.Case("", shape, {"gate": gate}), arrays)
+    assert_near(y, mx.array(exact[0].value.astype(np.float32)), "y", max(16 * SUMS, units(4, y.dtype)))
+    assert_near(state, mx.array(exact[2].value.astype(np.float32)), "state", 16 * SUMS)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_states_of_convolutions_apart_are_moved_on_in_place(rng, executor, heads):
+    """Where a key head has one head; the heads of one that has several read its state."""
+    arrays = apart(kimi(rng, 1, 4, 2, heads, 16, 32), 64)
+    mx.eval(arrays)
+    copies = [mx.array(np.array(a)) for a in arrays[6]]
+    addresses = [np.asarray(memoryview(a)).ctypes.data for a in arrays[6]]
+    states = arrays.pop(6)
+    held = [mm.gated_delta_token(*arrays[:6], tuple(copies), *arrays[6:])]
+    mx.eval(held)
+    y, past, _ = mm.gated_delta_token(*arrays[:6], states, *arrays[6:])
+    del states
+    mx.eval(y, past)
+    assert ([np.asarray(memoryview(a)).ctypes.data for a in past] == addresses) == (heads == 2)
+    for ours, beside in zip((y, *past), (held[0][0], *held[0][1]), strict=True):
+        assert_same_bits(ours, beside, str(ours.shape))
+
+
+def test_gradients_of_convolutions_apart(rng):
+    arrays = kimi(rng, 1, 4, 1, 2, 5, 8)
+
+    def loss(split, *arrays):
+        given = apart(list(arrays), 8) if split else arrays
+        y, past, state = mm.gated_delta_token(*given, gate="sigmoid")
+        past = mx.concatenate(past, axis=2) if split else past
+        return (y**2).sum() + (past**3).sum() + (state**2).sum()
+
+    found, expected = (mx.grad(loss, argnums=list(range(1, 13)))(split, *arrays) for split in (True, False))
+    slopes = mx.grad(lambda *a: sum((x**p).sum() for x, p in zip(OP.twin(*a, gate="sigmoid"), (2, 3, 2))),
+                     argnums=list(range(12)))(*arrays)  # fmt: skip
+    for name, ours, beside, theirs in zip(NAMES, found, expected, slopes, strict=True):
+        assert_near(ours, beside, name, SUMS)
+        assert_near(ours, theirs, name, 16 * SUMS)
+
+
 def test_types(rng, executor):
     """The results have those of the activations and of the states given; numbers of heads may be of any."""
     arrays = draw(rng, 1, 4, 1, 2, 9, 24)
@@ -155,6 +217,25 @@ def test_bad_shapes(rng, i, shape, text):
     arrays[i] = mx.zeros(shape)
     with pytest.raises(ValueError, match=rf"\[gated_delta_token\] {text}"):
         mm.gated_delta_token(*arrays)
+
+
+def test_bad_parts_of_convolutions(rng):
+    arrays = apart(draw(rng, 2, 4, 3, 3, 8, 16), 48)
+    q, k, v = arrays[6]
+    for states, weights, text in (
+        ((q, v, k), arrays[7], r"conv_state\[1\] has shape \(2,3,24\): expected \(2,3,48\)"),
+        (q, arrays[7], "conv_state has 1 parts, conv_weight has 3: expected as many"),
+        ((q, k, v), arrays[7][::-1], r"conv_weight\[0\] has shape \(24,4\): expected \[48, taps\] or"),
+        ((q, k, v), (*arrays[7][:2], arrays[7][2][:, :3]), "conv_weight has 4 and 3 taps: expected as many"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[gated_delta_token\] {text}"):
+            mm.gated_delta_token(*arrays[:6], states, weights, *arrays[8:])
+    with pytest.raises(ValueError, match="gate is 'tanh': expected 'silu' or 'sigmoid'"):
+        mm.gated_delta_token(*arrays, gate="tanh")
+    wide = mx.zeros((2, 3, 1, 16))
+    for given, text in ((wide, r"dt_bias has shape \(3\): expected \(3,16\)"), (wide[..., :8], "a has shape")):
+        with pytest.raises(ValueError, match=text):
+            mm.gated_delta_token(*arrays[:4], given, *arrays[5:])
 
 
 def test_bad_types_and_eps(rng):

@@ -147,7 +147,7 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
                 *(array(2, 1, 8), array(2, 1, 8), array(2, 1, 2, 8), array(2, 1, 2, 8), array(2, 1, 2)),
                 *(array(2, 1, 2), array(2, 3, 32), array(32, 4), array(2), array(2), array(8), array(2, 2, 8, 8)),
             ],
-            {"eps": 1e-6, "key_eps": 1e-6},
+            {"eps": 1e-6, "key_eps": 1e-6, "gate": "sigmoid"},
         ),
         "short_conv_token": lambda: ([array(2, 24), array(2, 2, 8), array(8, 3), array(8)], {}),
         "ssm_token": lambda: (

@@ -151,9 +151,11 @@ def gated_delta_token(draw: Draw) -> Case:
     rows, columns, taps, dtype = max(rows, 1), max(columns, 1), draw.pick((2, 3, 4, 4, 4, 5)), draw.dtype()
     keys, per_head = (batch, key_heads, columns), (batch, key_heads, heads // key_heads)
     channels = 2 * key_heads * columns + heads * rows
+    gate, apart = draw.pick(("silu", "sigmoid")), draw.chance(0.5)
+    each = (columns,) if draw.chance(0.5) else ()
     shapes = [
-        *(keys, keys, (*per_head, rows), (*per_head, rows), per_head, per_head),
-        *((batch, taps - 1, channels), (channels, taps), (heads,), (heads,), (rows,)),
+        *(keys, keys, (*per_head, rows), (*per_head, rows), (*per_head, *each), per_head),
+        *((batch, taps - 1, channels), (channels, taps), (heads,), (heads, *each), (rows,)),
     ]
     arrays = [draw.array(draw.numbers(shape), dtype) for shape in shapes]
     arrays.append(draw.array(draw.numbers((batch, heads, rows, columns)), mx.float32))
@@ -167,20 +169,29 @@ def gated_delta_token(draw: Draw) -> Case:
         parts = [part.reshape(batch, key_heads, 1, 1, columns) for part in parts]
         query, key = (part * mx.rsqrt((part * part).sum(-1, keepdims=True) + 1e-6) for part in parts)
         value = c[:, 2 * key_heads * columns :].reshape(*per_head, rows, 1)
-        by_head = lambda x: x.reshape(1, key_heads, -1, 1, 1)
-        time = mx.logaddexp(a[..., None, None] + by_head(bias), mx.zeros_like(a[..., None, None]))
+        by_head = lambda x: x.reshape(1, key_heads, heads // key_heads, 1, -1)
+        biased = a.reshape(*per_head, 1, -1) + by_head(bias)
+        time = mx.logaddexp(biased, mx.zeros_like(biased))
         s = state.reshape(*per_head, rows, columns) * mx.exp(-mx.exp(by_head(a_log)) * time)
         s = s + mx.sigmoid(b)[..., None, None] * (value - (s * key).sum(-1, keepdims=True)) * key
         y = (s * query).sum(-1) * columns**-0.5
-        y = norm * y * mx.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6) * z * mx.sigmoid(z)
+        y = norm * y * mx.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6) * mx.sigmoid(z) * (z if gate == "silu" else 1)
         return y.reshape(batch, heads, rows), window[:, 1:], s.reshape(state.shape)
+
+    def ours(*given):
+        if not apart:
+            return mm.gated_delta_token(*given, gate=gate)
+        ends = [key_heads * columns, 2 * key_heads * columns]
+        parts = (tuple(mx.split(given[i], ends, axis)) for i, axis in ((6, 2), (7, 0)))
+        y, past, last = mm.gated_delta_token(*given[:6], *parts, *given[8:], gate=gate)
+        return y, mx.concatenate(past, axis=2), last
 
     def of_mx(*given):
         y, past, last = in_type_of(*(each.astype(mx.float32) for each in given))
         return y.astype(dtype), past.astype(dtype), last
 
     def by_definition() -> list[Exact]:
-        return exact_gated_delta_token(*map(to_float64, arrays))
+        return exact_gated_delta_token(*map(to_float64, arrays), gate=gate)
 
     def noise() -> list[np.ndarray | float]:
         sums = 4 * EPSILON[mx.float32] * (9 + taps + columns / 16)
@@ -188,9 +199,9 @@ def gated_delta_token(draw: Draw) -> Case:
         return [y * sums + overflow(y), 0.0, last * sums + overflow(last)]
 
     return Case(
-        describe(arrays, draw, taps=taps),
+        describe(arrays, draw, taps=taps, gate=gate, apart=apart),
         arrays,
-        ours=mm.gated_delta_token,
+        ours=ours,
         twin=of_mx,
         exact=in_type_of,
         of_nothing=lambda: [e.value for e in by_definition()],

@@ -8,11 +8,12 @@ namespace mittens::cpu::MITTENS_ISA {
 // Its state before and after, and its weights.
 template <typename T>
 struct Convolution {
-  const T* before;  // [taps - 1, channels] of a sequence, as `after`
+  const T* before;  // [taps - 1, channels] of a sequence, `stride` apart
   const T* weight;  // [channels, taps]
   const T* bias;  // [channels], or null
-  T* after;
-  size_t channels;
+  T* after;  // likewise, `after_stride` apart
+  int64_t stride;
+  int64_t after_stride;
   size_t taps;
 
   // Numbers of memory that so many channels take.
@@ -40,14 +41,14 @@ MITTENS_INLINE void convolve(const Convolution<T>& c, size_t channel, const T* x
     const Float now = load_in_order(x + i, part);
     Float sum = now * read<Float>(by_tap + past * stride + i, All());
     for (size_t j = 0; j < past; ++j) {
-      const Float earlier = load_in_order(c.before + j * c.channels + channel + i, part);
+      const Float earlier = load_in_order(c.before + static_cast<int64_t>(j) * c.stride + channel + i, part);
       sum = fma(earlier, read<Float>(by_tap + j * stride + i, All()), sum);
       if (writes && j > 0) {
-        store_in_order(c.after + (j - 1) * c.channels + channel + i, earlier, part);
+        store_in_order(c.after + static_cast<int64_t>(j - 1) * c.after_stride + channel + i, earlier, part);
       }
     }
     if (writes && past > 0) {
-      store_in_order(c.after + (past - 1) * c.channels + channel + i, now, part);
+      store_in_order(c.after + static_cast<int64_t>(past - 1) * c.after_stride + channel + i, now, part);
     }
     if (c.bias) {
       sum += load_in_order(c.bias + channel + i, part);

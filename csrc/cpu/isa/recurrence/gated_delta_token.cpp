@@ -28,7 +28,6 @@ struct Token {
   const GatedDeltaToken& shape;
   const GatedDeltaTokenInputs& inputs;
   T* y;
-  T* conv_state;
   float* state;
 
   static const T* row(const HeadRows& rows, size_t sequence, size_t key_head, size_t head) {
@@ -38,34 +37,45 @@ struct Token {
 
   void head(size_t sequence, size_t key_head, size_t head_of_key, float* numbers) const {
     const size_t columns = shape.columns, stride = padded_width(columns), rows = shape.rows;
-    const size_t head = key_head * shape.heads_of_key + head_of_key, of_keys = shape.key_heads * columns;
+    const size_t head = key_head * shape.heads_of_key + head_of_key;
     const HeadMemory memory(numbers, rows, columns);
     float *q = memory.queries, *k = memory.keys, *values = memory.values, *results = memory.results;
-    const size_t channels = 2 * of_keys + shape.heads() * rows;
-    const size_t conv_at = sequence * (shape.taps - 1) * channels;
-    const Convolution<T> convolution = {(const T*)inputs.conv_state + conv_at,
-                                        (const T*)inputs.conv_weight,
-                                        nullptr,
-                                        conv_state + conv_at,
-                                        channels,
-                                        shape.taps};
     const bool is_first = head_of_key == 0;
-    const auto convolved = [&](size_t channel, const T* x, size_t n, bool writes, float* out) {
+    const auto convolved = [&](int which, size_t channel, const T* x, size_t n, bool writes, float* out) {
+      const ConvolvedPart& part = inputs.parts[which];
+      const int64_t at = static_cast<int64_t>(sequence);
+      const Convolution<T> convolution = {(const T*)part.before + at * part.sequence,
+                                          (const T*)part.weight,
+                                          nullptr,
+                                          (T*)part.after + at * part.after_sequence,
+                                          part.tap,
+                                          part.after_tap,
+                                          shape.taps};
       convolve(convolution, channel, x, n, writes, memory.weights, out,
                [](Float sum) MITTENS_INLINED { return silu(sum); });
     };
-    convolved(key_head * columns, row(inputs.q, sequence, key_head, 0), columns, is_first, q);
-    convolved(of_keys + key_head * columns, row(inputs.k, sequence, key_head, 0), columns, is_first, k);
-    convolved(2 * of_keys + head * rows, row(inputs.v, sequence, key_head, head_of_key), rows, true, values);
+    convolved(0, key_head * columns, row(inputs.q, sequence, key_head, 0), columns, is_first, q);
+    convolved(1, key_head * columns, row(inputs.k, sequence, key_head, 0), columns, is_first, k);
+    convolved(2, head * rows, row(inputs.v, sequence, key_head, head_of_key), rows, true, values);
     scale_by(q, stride,
              inverse_root(sum_of_squares(q, stride) + shape.key_eps) * inverse_root(static_cast<float>(columns)));
     scale_by(k, stride, inverse_root(sum_of_squares(k, stride) + shape.key_eps));
-    const float time =
-        softplus(widen_one<T>(row(inputs.a, sequence, key_head, head_of_key), 0) + number_of(inputs.dt_bias, head));
+    const T* a = row(inputs.a, sequence, key_head, head_of_key);
+    const float decay = exp(number_of(inputs.a_log, head));
+    float gate = 0;
+    if (shape.gate_per_column) {
+      for (size_t i = 0; i < columns; ++i) {
+        const float time = softplus(widen_one<T>(a, i) + number_of(inputs.dt_bias, head * columns + i));
+        memory.gates[i] = exp(-(decay * time));
+      }
+      clear(memory.gates + columns, stride - columns);
+    } else {
+      gate = exp(-(decay * softplus(widen_one<T>(a, 0) + number_of(inputs.dt_bias, head))));
+    }
     const Step step = {k,
                        q,
-                       nullptr,
-                       exp(-(exp(number_of(inputs.a_log, head)) * time)),
+                       shape.gate_per_column ? memory.gates : nullptr,
+                       gate,
                        sigmoid(widen_one<T>(row(inputs.b, sequence, key_head, head_of_key), 0)),
                        true};
     const size_t first = (sequence * shape.heads() + head) * rows;
@@ -79,7 +89,8 @@ struct Token {
     const T* z = row(inputs.z, sequence, key_head, head_of_key);
     each_vector(rows, [&](size_t i, auto part) MITTENS_INLINED {
       const Float normed = read<Float>(results + i, All()) * inverse * read<Float>(values + i, All());
-      store_in_order(y + first + i, normed * silu(load_in_order(z + i, part)), part);
+      const Float gating = load_in_order(z + i, part);
+      store_in_order(y + first + i, normed * (shape.is_sigmoid ? sigmoid(gating) : silu(gating)), part);
     });
   }
 
@@ -91,10 +102,10 @@ struct Token {
 }  // namespace
 
 void gated_delta_token(Type type, const GatedDeltaToken& shape, const GatedDeltaTokenInputs& inputs, void* y,
-                       void* conv_state, float* state) {
+                       float* state) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    const Token<T> token = {shape, inputs, (T*)y, (T*)conv_state, state};
+    const Token<T> token = {shape, inputs, (T*)y, state};
     each_head(shape.batch, shape.heads(), shape.rows * shape.columns,
               HeadMemory::numbers(shape.rows, shape.columns, shape.taps),
               [&](size_t sequence, size_t head, float* memory) {

@@ -27,6 +27,10 @@ MITTENS_INLINE float sigmoid(float x) {
   return 1.0f / (exp(-x) + 1.0f);
 }
 
+MITTENS_INLINE Float sigmoid(Float x) {
+  return 1.0f / (exp(-x) + 1.0f);
+}
+
 MITTENS_INLINE Float silu(Float x) {
   return x / (exp(-x) + 1.0f);
 }

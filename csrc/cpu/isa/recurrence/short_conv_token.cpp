@@ -12,8 +12,14 @@ template <typename T>
 void channels_of(const ShortConvToken& shape, const T* projected, const TokenConvolution& all, size_t sequence,
                  size_t first, size_t n, T* y) {
   const size_t state_at = sequence * (shape.taps - 1) * shape.channels;
-  const Convolution<T> convolution = {(const T*)all.before + state_at, (const T*)all.weight, (const T*)all.bias,
-                                      (T*)all.after + state_at,        shape.channels,       shape.taps};
+  const auto channels = static_cast<int64_t>(shape.channels);
+  const Convolution<T> convolution = {(const T*)all.before + state_at,
+                                      (const T*)all.weight,
+                                      (const T*)all.bias,
+                                      (T*)all.after + state_at,
+                                      channels,
+                                      channels,
+                                      shape.taps};
   const Scratch memory(convolution.memory_of(n) + padded_width(n));
   float* sums = memory.data() + convolution.memory_of(n);
   const T* b = projected + sequence * 3 * shape.channels + first;

@@ -17,8 +17,14 @@ struct Token {
   Convolution<T> convolution(size_t sequence) const {
     const TokenConvolution& all = inputs.convolution;
     const size_t at = sequence * (shape.taps - 1) * shape.channels();
-    return {(const T*)all.before + at, (const T*)all.weight, (const T*)all.bias,
-            (T*)all.after + at,        shape.channels(),     shape.taps};
+    const auto channels = static_cast<int64_t>(shape.channels());
+    return {(const T*)all.before + at,
+            (const T*)all.weight,
+            (const T*)all.bias,
+            (T*)all.after + at,
+            channels,
+            channels,
+            shape.taps};
   }
 
   void head(size_t sequence, size_t head, float* numbers) const {

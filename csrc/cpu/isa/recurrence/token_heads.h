@@ -12,6 +12,7 @@ struct HeadMemory {
   float* state;  // some rows
   float* values;
   float* results;
+  float* gates;  // of columns
   float* weights;  // of the convolution
 
   HeadMemory(float* memory, size_t rows, size_t columns)
@@ -20,11 +21,12 @@ struct HeadMemory {
         state(queries + padded_width(columns)),
         values(state + rows_at_once * padded_width(columns)),
         results(values + padded_width(rows)),
-        weights(results + padded_width(rows)) {}
+        gates(results + padded_width(rows)),
+        weights(gates + padded_width(columns)) {}
 
   static size_t numbers(size_t rows, size_t columns, size_t taps) {
     const size_t r = padded_width(rows), c = padded_width(columns);
-    return (2 + rows_at_once) * c + 2 * r + 2 * taps * (c > r ? c : r);
+    return (3 + rows_at_once) * c + 2 * r + 2 * taps * (c > r ? c : r);
   }
 };
 
