@@ -485,11 +485,7 @@ TARGETS = [
         "cache",
         "mlx_lm.generate",
         "BatchGenerator.insert_segments",
-        quantized_batches.quantize_new,
-        (
-            *("self", "segments", "max_tokens", "caches", "all_tokens", "samplers", "logits_processors"),
-            "stop_sequences",
-        ),
+        quantized_batches.quantize_new,  # whose caches are the third argument in each release; the last has two names
         optional=True,
         partial=True,  # it goes on with the caches that it was given
     ),

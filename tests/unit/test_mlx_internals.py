@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
 from helpers.tolerances import SUMS
@@ -19,7 +20,7 @@ from mlx_mittens.patching import targets
 
 # The newest mlx-lm that is accepted, whose code is the one that is known.
 PROJECT = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
-NEWEST_MLX_LM = re.search(r'"mlx-lm.*<=([\d.]+)"', PROJECT)[1]
+OLDEST_MLX_LM, NEWEST_MLX_LM = re.search(r'"mlx-lm>=([\d.]+),<=([\d.]+)"', PROJECT).groups()
 
 
 def is_older(version: str, than: str) -> bool:
@@ -52,9 +53,21 @@ print(json.dumps([mx.abs(patched - plain).max().item(), kernels, _ext.mlx_intern
 """
 
 
-def tokens(internals: str) -> tuple[float, dict[str, int], str]:
-    environment = {**os.environ, "MLX_MITTENS_INTERNALS": internals}
-    done = subprocess.run([sys.executable, "-c", TOKENS], env=environment, capture_output=True, text=True)
+# Of the mlx-lm that is found first all models are imported, since a patch looks at what is loaded. Olmo's code ends the
+# process without a package of its own.
+ALL_MODELS = """
+import importlib, pkgutil, mlx_lm.generate, mlx_lm.models, mlx_lm.server
+for module in pkgutil.iter_modules(mlx_lm.models.__path__):
+    if module.name != "olmo":
+        importlib.import_module("mlx_lm.models." + module.name)
+assert mlx_lm.__version__ == {version!r}, mlx_lm.__file__
+"""
+
+
+def tokens(internals: str, before: str = "", folder: pathlib.Path | None = None) -> tuple[float, dict[str, int], str]:
+    """What TOKENS prints; `before` runs first, with the packages in `folder` before those that are installed."""
+    environment = {**os.environ, "MLX_MITTENS_INTERNALS": internals, **({"PYTHONPATH": str(folder)} if folder else {})}
+    done = subprocess.run([sys.executable, "-c", before + TOKENS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return tuple(json.loads(done.stdout))
 
@@ -66,6 +79,16 @@ def test_models_work_with_and_without(internals):
     assert kernels["rms_norm"] and kernels["gemv"]
     assert ("rope_append" in kernels) == (internals == "")  # else mx turns and appends
     assert problem == ("MLX_MITTENS_INTERNALS=off" if internals else "")
+
+
+def test_the_oldest_mlx_lm_is_patched(tmp_path):
+    """Functions that take other arguments in some release would refuse the whole patch."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path)]
+    subprocess.run([*command, f"mlx-lm=={OLDEST_MLX_LM}"], check=True)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path)
+    difference, kernels, problem = tokens("", ALL_MODELS.format(version=OLDEST_MLX_LM), tmp_path)
+    assert difference < SUMS
+    assert kernels["rms_norm"] and kernels["gemv"] and not problem
 
 
 def test_they_are_on_here():
