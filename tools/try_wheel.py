@@ -4,6 +4,7 @@ python tools/try_wheel.py FILE.whl                        with the Python that r
 python tools/try_wheel.py FILE.whl --python python3.12    with another one, which the wheel is for
 python tools/try_wheel.py FILE.whl --tests                then the tests with the marker `quick`, too
 python tools/try_wheel.py FILE.whl --tests-only           these tests alone
+python tools/try_wheel.py FILE.whl --tests-only --only float16    of these tests those with a word in their names
 python tools/try_wheel.py FILE.whl --mlx 0.31.2           beside that release of mlx, and the mlx-lm that goes with it
 
 It installs the wheel as the README says, step by step, and checks what each step makes possible: what `import` says
@@ -104,12 +105,14 @@ class Trial:
         environment: Where it is installed.
         folder: Where programs run.
         mlx: The release of mlx to run beside; empty for the newest.
+        only: A word in the names of the tests to run; empty for all.
     """
 
     wheel: Path
     environment: Environment
     folder: Path
     mlx: str = ""
+    only: str = ""
 
     @property
     def runs_metal_kernels(self) -> bool:
@@ -193,7 +196,8 @@ class Trial:
     def tests(self) -> str:
         """The tests with the marker `quick`, of the clone, on what is installed."""
         self.install("kernels,lm", *_TEST_PACKAGES)
-        options = [*"-q -p no:cacheprovider -n 2 -m quick".split(), "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
+        options = ["-k", self.only] if self.only else []
+        options += [*"-q -p no:cacheprovider -n 2 -m quick".split(), "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
         said = self.environment.run("pytest", *options, ROOT / "tests" / "verification", folder=self.folder)
         return said.strip().splitlines()[-1].strip("= ")
 
@@ -232,13 +236,14 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, help="folder that keeps compiled kernels for the next wheel (none)")
     parser.add_argument("--tests", action="store_true", help="then run the tests with the marker `quick`, too")
     parser.add_argument("--tests-only", action="store_true", help="run these tests alone")
+    parser.add_argument("--only", default="", metavar="WORD", help="of these tests those with the word in their names")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "elsewhere"
         folder.mkdir()
         kernels = arguments.cache.resolve() if arguments.cache else Path(scratch) / "kernels"
         environment = Environment.make(arguments.python, Path(scratch), kernels, arguments.mlx)
-        trial = Trial(arguments.wheel.resolve(), environment, folder, arguments.mlx)
+        trial = Trial(arguments.wheel.resolve(), environment, folder, arguments.mlx, arguments.only)
         path = [] if arguments.tests_only else steps(trial)
         for step in [*path, *[trial.tests] * (arguments.tests or arguments.tests_only)]:
             start = time.monotonic()

@@ -135,8 +135,7 @@ def test_lanes_share_lines(rng, counted, ratio):
     assert counts["device_lines"] <= 1.5 * counts["device_lines_fewest"]
 
 
-@pytest.mark.parametrize("bits", [0, 8])
-@pytest.mark.parametrize("queries", [1, 24])
+@pytest.mark.parametrize("bits, queries", [(8, 1), (0, 24)])
 def test_rows_of_a_batch_read_their_own_keys_alone(rng, counted, bits, queries):
     """As many bytes as each row's keys, and not those of a longer row's place."""
     lengths, keys, width = (40, 512, 120, 256), 512, 64
