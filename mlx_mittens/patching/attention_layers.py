@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from .. import _ext
 from .digests import digest
+from .feed_forward import call_of
 from .linears import products
 from .model_attention import attend
 
@@ -25,9 +26,11 @@ __all__ = [
     "latent_attention",
     "longcat_attention",
     "qwen3_next_attention",
+    "sparse_latent_attention",
 ]
 
 _YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
+_INDEXER = "32abbbcdb19a3967"  # deepseek_v32.Indexer.__call__
 
 
 @functools.partial(mx.compile, shapeless=True)
@@ -78,18 +81,89 @@ def _latent(
     if is_low_rank:
         queries = layer["q_b_proj"](layer["q_a_layernorm"](queries))
     scale = layer.scale if query_scale is None else layer.scale * query_scale
+    rotate = functools.partial(rope, offset=cache.offset)
+    queries, turned, latent, keys = _appended(layer, queries, latent, cache, heads, scale, latent_scale, rotate)
+    return _over_latents(layer, queries, turned, latent, keys, scale, cache)
+
+
+def _appended(
+    layer: Any,
+    queries: mx.array,
+    latent: mx.array,
+    cache: Any,
+    heads: int,
+    scale: float,
+    latent_scale: float | None,
+    rotate: Any,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """The parts of queries, the turned one scaled, and the latents and turned keys that the cache then has."""
     queries, turned = mx.split(_heads(queries, heads), [layer.qk_nope_head_dim], axis=-1)
     latent, key = mx.split(latent, [layer.kv_lora_rank], axis=-1)
     latent = layer["kv_a_layernorm"](latent)
     if latent_scale is not None:
         latent = latent * latent_scale
-    turned, key = (rope(part, cache.offset) for part in (turned, _heads(key, 1)))
+    turned, key = (rotate(part) for part in (turned, _heads(key, 1)))
     turned = _ext.times_turned(turned, scale)
-    latent, keys = cache.update_and_fetch(mx.expand_dims(latent, axis=1), key)
+    return queries, turned, *cache.update_and_fetch(mx.expand_dims(latent, axis=1), key)
+
+
+def _over_latents(
+    layer: Any, queries: mx.array, turned: mx.array, latent: mx.array, keys: mx.array, scale: float, cache: Any
+) -> mx.array:
     options = {"cache": cache, "scale": scale, "mask": turned @ keys.swapaxes(-1, -2)}
     output = _attention()(layer["embed_q"](queries), latent, latent, **options)
     output = layer["unembed_out"](output).transpose(0, 2, 1, 3).reshape(1, 1, -1)
     return cast(mx.array, layer["o_proj"](output))
+
+
+@functools.cache
+def _zeros(width: int, dtype: mx.Dtype) -> mx.array:
+    """Values of a cache that has keys alone."""
+    zeros = mx.zeros((1, 1, 1, width), dtype)
+    mx.eval(zeros)
+    return zeros
+
+
+def _chosen(indexer: Any, queries: mx.array, key: mx.array, weights: mx.array | None, cache: Any) -> mx.array | None:
+    """The keys that an indexer chooses for a token, which it appends; None where it is to see all."""
+    width, heads = indexer.head_dim, indexer.n_heads
+    key = indexer["k_norm"](key).reshape(1, 1, 1, width)
+    turned, key = (indexer.rope(part, offset=cache.offset) for part in (_heads(queries, heads), key))
+    keys, _ = cache.update_and_fetch(key, _zeros(width, key.dtype))
+    if weights is None:
+        return None
+    weights = weights * (heads**-0.5 * indexer.softmax_scale)
+    scores = mx.maximum(turned @ keys.swapaxes(-1, -2), 0) * weights.swapaxes(-1, -2)[..., None]
+    scores = scores.sum(axis=1, keepdims=True)
+    most = indexer.index_topk
+    return mx.stop_gradient(mx.argpartition(scores, kth=-most, axis=-1)[..., -most:])
+
+
+def sparse_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.deepseek_v32.DeepseekV32Attention, where an indexer chooses keys."""
+    if mask is not None or cache is None or not _is_token(x, cache[0]) or cache[1] is None:
+        return None
+    indexer = layer["indexer"]
+    if digest(call_of(indexer)) != _INDEXER or cache[1].values is None or not isinstance(cache[1].offset, int):
+        return None
+    chooses = cache[1].offset + 1 > indexer.index_topk
+    layers = [layer["q_a_proj"], layer["kv_a_proj_with_mqa"], indexer["wk"]]
+    queries, latent, key, *weights = products(x, [*layers, indexer["weights_proj"]] if chooses else layers, alone=True)
+    low_rank = layer["q_a_layernorm"](queries)
+    queries, searching = products(low_rank, [layer["q_b_proj"], indexer["wq_b"]], alone=True)
+    rotate = functools.partial(layer.rope, offset=cache[0].offset)
+    parts = _appended(layer, queries, latent, cache[0], layer.num_heads, layer.scale, None, rotate)
+    queries, turned, latent, keys = parts
+    indices = _chosen(indexer, searching, key, weights[0] if chooses else None, cache[1])
+    if indices is not None:
+        rows = indices[:, :, 0, :, None]
+        latent, keys = (
+            mx.take_along_axis(a, mx.broadcast_to(rows, (*rows.shape[:-1], a.shape[-1])), axis=2)
+            for a in (latent, keys)
+        )
+    # The indexer's cache is computed where nothing reads it, too.
+    cache[0].keys = mx.depends(cache[0].keys, (cache[1].keys, cache[1].values))
+    return _over_latents(layer, queries, turned, latent, keys, layer.scale, cache)
 
 
 def latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

@@ -774,6 +774,12 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("deepseek_v3.DeepseekV3Attention", "glm4_moe_lite.Glm4MoeLiteAttention"),
     ),
     (
+        attention_layers.sparse_latent_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "852b38816ced0304",
+        ("deepseek_v32.DeepseekV32Attention",),
+    ),
+    (
         attention_layers.kimi_latent_attention,
         ("cache", "scaled_dot_product_attention"),
         "b0898c86fdec7259",
