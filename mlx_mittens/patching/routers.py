@@ -27,7 +27,9 @@ __all__ = [
     "granite_gate",
     "granite_hybrid_gate",
     "kimi_mixture",
+    "longcat_gate",
     "mellum_mixture",
+    "mistral4_mixture",
     "mixtral_mixture",
     "olmoe_mixture",
     "qwen2_mixture",
@@ -39,6 +41,7 @@ __all__ = [
 # The functions by which gates of DeepSeek-V3's kind choose, and the gates' calls.
 _GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
 _V3_GATE = "51d7e60aa00e0751"
+_MISTRAL_SELECT = "9939996accb1007a"  # mistral4_expert_select
 _KIMI_SELECT = "dc9f41c97c84f724"  # _group_expert_select
 _ALWAYS = 64.0  # whose sigmoid is 1 in float32: the logit of a shared expert without a gate
 
@@ -148,14 +151,31 @@ def deepseek_v3_gate(gate: Any, x: mx.array) -> Any:
 
 def deepseek_v3_mixture(block: Any, x: mx.array) -> mx.array | None:
     gate = block.gate
-    if block.sharding_group is not None or digest(call_of(gate)) != _V3_GATE:
+    if getattr(block, "sharding_group", None) is not None or digest(call_of(gate)) != _V3_GATE:
         return None
     route = _deepseek_v3_route(gate)
     if route is None:
         return None
-    shared = block.shared_experts if block.config.n_shared_experts is not None else None
+    glu = block["experts"] if "experts" in block else block["switch_mlp"]
     logits, bias = x @ gate.weight.T, gate.e_score_correction_bias
-    return _with_shared_expert(block.switch_mlp, x, logits, gate.top_k, bias, shared, route)
+    return _with_shared_expert(glu, x, logits, gate.top_k, bias, block.get("shared_experts"), route)
+
+
+def mistral4_mixture(block: Any, x: mx.array) -> mx.array | None:
+    options, module = block.args, sys.modules["mlx_lm.models.mistral4"]
+    if block.sharding_group is not None or options.n_group > 1:
+        return None
+    if digest_in(module, "mistral4_expert_select") != _MISTRAL_SELECT:
+        return None
+    route = {"renormalize": options.norm_topk_prob, "scale": options.routed_scaling_factor}
+    logits, k = _logits(block.gate, x), options.num_experts_per_tok
+    return _with_shared_expert(block.switch_mlp, x, logits, k, None, block.get("shared_experts"), route)
+
+
+def longcat_gate(router: Any, hidden_states: mx.array) -> Any:
+    logits, bias = _logits(router.classifier, hidden_states), router.e_score_correction_bias
+    route = {"renormalize": router.norm_topk_prob, "scale": router.routed_scaling_factor}
+    return _ext.try_route_top_k(logits, router.top_k, bias, "softmax", **route)
 
 
 def kimi_mixture(block: Any, x: mx.array) -> mx.array | None:
@@ -173,9 +193,9 @@ def kimi_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 
 def _with_shared_expert(
-    glu: Any, x: mx.array, logits: mx.array, k: int, bias: mx.array, shared: Any, route: dict[str, Any]
+    glu: Any, x: mx.array, logits: mx.array, k: int, bias: mx.array | None, shared: Any, route: dict[str, Any]
 ) -> mx.array | None:
-    """Experts that a gate with a bias chooses, beside one that all tokens take."""
+    """Experts that a gate chooses, with a bias of its scores or without, beside one that all tokens take."""
     if shared is not None:
         always = mx.array(_ALWAYS, x.dtype).reshape(*[1] * x.ndim)
         together = mixture(glu, x, logits, k, shared, always, router_bias=bias, **route)

@@ -829,6 +829,21 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
         ),
         ("self", "x"),
     ),
+    *(
+        (routers.deepseek_v3_mixture, text, (name,), ("self", "x"))
+        for text, name in (
+            ("0aad2327addca86d", "dots1.Dots1MoE"),
+            ("b6a2c566ef6080ac", "exaone_moe.MoE"),
+            ("9c836a4a963ae066", "mimo_v2_flash.MoE"),
+        )
+    ),
+    (routers.mistral4_mixture, "f1a994175c8705cd", ("mistral4.Mistral4MoE",), ("self", "x")),
+    (
+        routers.longcat_gate,
+        "d607c77fa111e1a9",
+        ("longcat_flash.LongcatFlashTopkRouter",),
+        ("self", "hidden_states"),
+    ),
     (routers.kimi_mixture, "b153316c706de4c2", ("kimi_linear.KimiSparseMoE",), ("self", "x")),
     (
         routers.granite_gate,

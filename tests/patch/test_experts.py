@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib
+import runpy
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,6 +39,7 @@ _DEEPSEEK = {
     "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "qk_nope_head_dim": 32,
     "n_group": 1, "topk_group": 1, "rope_scaling": _YARN, "attention_bias": False,
 }  # fmt: skip
+PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
 MODELS = {
     "qwen3_moe": {
         "num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -78,6 +81,34 @@ def test_tokens(rng, name, bits):
     assert tiny.tokens(model, prompt, 12) == theirs
     assert tiny.kernels(product) > 0 and tiny.kernels("route_top_k") > 0
     assert (tiny.kernels("gather_swiglu") > 0) == fused
+
+
+# Mixtures whose shared expert has no gate, and routers with a bias of scores.
+BESIDE = ["dots1", "exaone_moe", "glm4_moe", "kimi_linear", "longcat_flash", "mimo_v2_flash", "mistral4"]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_tokens_beside_a_shared_expert(rng, name, lenient):
+    """Natively and, for a token, as on an Apple GPU."""
+    model, prompt = PAGE["build"](name, mx.float32), rng.integers(1, 300, 7).tolist()
+    for _, part in model.named_modules():
+        if part.get("e_score_correction_bias") is not None:
+            bias = rng.normal(size=part.e_score_correction_bias.shape).astype(np.float32) / 8
+            part.e_score_correction_bias = mx.array(bias)
+    theirs = tiny.tokens(model, prompt, 8)
+    logits = model(mx.array([prompt[:1]]))
+
+    def compare(context):
+        with context:
+            mm.stats(reset=True)
+            assert tiny.tokens(model, prompt, 8) == theirs
+            assert tiny.kernels("route_top_k") > 0
+            with mm.simulator.enabled(gpu="m2-max"):
+                assert_near(model(mx.array([prompt[:1]])), logits, "a token", LAYERS)
+
+    compare(mm.patched())
+    mm.nn.convert(model)
+    compare(contextlib.nullcontext())
 
 
 def test_routers_alone_leave_experts_to_mx(rng):
