@@ -36,6 +36,12 @@ _PLATFORMS = ("linux_aarch64", "manylinux_2_35_aarch64", "manylinux_2_28_aarch64
 # Every op, on the CPU: the tests that need neither a compiler nor hours under an emulator.
 _TESTS = (ROOT / "tests" / "unit" / "test_ops.py", "-k", "test_values_and_gradients and native")
 
+# Products with integers have code for each instruction set.
+_PRODUCTS = tuple(
+    ROOT / "tests" / "unit" / "matmul" / f"test_{name}.py" for name in ("integer_products", "unpacked_integers")
+)
+_SETS = ("neon", "dotprod")
+
 
 class Failed(Exception):
     """A step went wrong; its text says how."""
@@ -179,7 +185,10 @@ def main() -> int:
         there.install("--no-deps", wheel)
         run([there.python, ROOT / "tools" / "native_cases.py", "--seconds", arguments.seconds])
         pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
-        run([there.python, *pytest, *_TESTS], there.folder)  # in the clone Python would import the source folder
+        for instructions in _SETS:
+            # In the clone Python would import the source folder.
+            run([there.python, *pytest, *_TESTS], there.folder, MLX_MITTENS_CPU=instructions)
+            run([there.python, *pytest, *_PRODUCTS], there.folder, MLX_MITTENS_CPU=instructions)
     except Failed as error:
         print(error, file=sys.stderr)
         return 1

@@ -4,6 +4,13 @@
 #include <stdexcept>
 #include <string_view>
 
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace mittens::cpu {
 
 namespace {
@@ -13,6 +20,21 @@ struct Isa {
   bool supported;
 };
 
+#if defined(__aarch64__)
+// Of bytes, FEAT_DotProd.
+bool has_dot_products() {
+#if defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof(has);
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+#elif defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // In the order of MITTENS_VERSIONS.
 const std::vector<Isa>& isas() {
 #if defined(__x86_64__)
@@ -21,10 +43,11 @@ const std::vector<Isa>& isas() {
   static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   static const bool avx512vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  static const bool avxvnni = avx2 && __builtin_cpu_supports("avxvnni");
   static const std::vector<Isa> all = {
-      {"baseline", true}, {"avx2", avx2}, {"avx512", avx512}, {"avx512vnni", avx512vnni}};
+      {"baseline", true}, {"avx2", avx2}, {"avxvnni", avxvnni}, {"avx512", avx512}, {"avx512vnni", avx512vnni}};
 #elif defined(__aarch64__)
-  static const std::vector<Isa> all = {{"neon", true}};
+  static const std::vector<Isa> all = {{"neon", true}, {"dotprod", has_dot_products()}};
 #else
   static const std::vector<Isa> all = {{"baseline", true}};
 #endif

@@ -19,29 +19,34 @@ int isa_index();
 }  // namespace mittens::cpu
 
 // MITTENS_VERSIONS(op), in namespace mittens::cpu, declares an op's function for each instruction set and lists
-// them as op_versions. MITTENS_INTEGER_VERSIONS(op) is for integer products, which have a version for avx512vnni; other
-// ops have avx512's there.
+// them as op_versions. MITTENS_INTEGER_VERSIONS(op) is for integer products, for which there are more sets: other ops
+// have the set before in their place.
 #define MITTENS_VERSION(set, op) \
   namespace set {                \
   decltype(cpu::op) op;          \
   }
 #if defined(__x86_64__)
-#define MITTENS_VERSIONS_BUT_THE_LAST(op) \
-  MITTENS_VERSION(baseline, op)           \
-  MITTENS_VERSION(avx2, op)               \
+#define MITTENS_COMMON_VERSIONS(op) \
+  MITTENS_VERSION(baseline, op)     \
+  MITTENS_VERSION(avx2, op)         \
   MITTENS_VERSION(avx512, op)
-#define MITTENS_VERSIONS(op)        \
-  MITTENS_VERSIONS_BUT_THE_LAST(op) \
-  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avx512::op, avx512::op};
-#define MITTENS_INTEGER_VERSIONS(op) \
-  MITTENS_VERSIONS_BUT_THE_LAST(op)  \
-  MITTENS_VERSION(avx512vnni, op)    \
-  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avx512::op, avx512vnni::op};
+#define MITTENS_VERSIONS(op)  \
+  MITTENS_COMMON_VERSIONS(op) \
+  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avx2::op, avx512::op, avx512::op};
+#define MITTENS_INTEGER_VERSIONS(op)                                                                      \
+  MITTENS_COMMON_VERSIONS(op)                                                                             \
+  MITTENS_VERSION(avxvnni, op)                                                                            \
+  MITTENS_VERSION(avx512vnni, op)                                                                         \
+  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avxvnni::op, avx512::op, \
+                                                         avx512vnni::op};
 #elif defined(__aarch64__)
 #define MITTENS_VERSIONS(op) \
   MITTENS_VERSION(neon, op)  \
-  static constexpr decltype(&cpu::op) op##_versions[] = {neon::op};
-#define MITTENS_INTEGER_VERSIONS MITTENS_VERSIONS
+  static constexpr decltype(&cpu::op) op##_versions[] = {neon::op, neon::op};
+#define MITTENS_INTEGER_VERSIONS(op) \
+  MITTENS_VERSION(neon, op)          \
+  MITTENS_VERSION(dotprod, op)       \
+  static constexpr decltype(&cpu::op) op##_versions[] = {neon::op, dotprod::op};
 #else
 #define MITTENS_VERSIONS(op)    \
   MITTENS_VERSION(baseline, op) \

@@ -4,14 +4,8 @@
 
 namespace mittens::cpu {
 
-MITTENS_VERSIONS(block_matmul)
 MITTENS_VERSIONS(block_dequantize)
 MITTENS_VERSIONS(block_quantize)
-
-void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
-                  size_t rows, size_t columns, size_t outputs) {
-  block_matmul_versions[isa_index()](type, kind, blocks, x, bias, y, rows, columns, outputs);
-}
 
 void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y, size_t count) {
   block_dequantize_versions[isa_index()](type, kind, blocks, y, count);

@@ -4,10 +4,10 @@
 
 namespace mittens::cpu {
 
-// Parts of quantized_matmul, and with an activation of quantized_swiglu, for affine integers of 4 and 8 bits: with x as
-// int16 if it is of a half type, or int8 where the mode has it. integer_matmul has few rows, integer_panel_matmul many.
-// Either returns whether it takes this number of rows; if so, taken [matrices, rows] says for which rows y was written.
-// Integers cannot stand for the others.
+// Parts of quantized_matmul, with an activation of quantized_swiglu, and of block_matmul, for all formats but mxfp8:
+// with x as int16 if it is of a half type, or int8 where the mode has it. integer_matmul has few rows,
+// integer_panel_matmul many. Either returns whether it takes this number of rows; if so, taken [matrices, rows] says
+// for which rows y was written. Integers cannot stand for the others.
 bool integer_matmul(Type type, const Activation* activation,  // or nullptr
                     const QuantizedWeights* w,  // [matrices], transposed
                     const QuantizedWeights* up,  // [matrices], with an activation

@@ -5,11 +5,14 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/integer_matmul.h"
+#include "cpu/packed_rows.h"
 
 namespace mittens::cpu {
 
 MITTENS_VERSIONS(quantized_matmul)
 MITTENS_VERSIONS(quantized_swiglu)
+MITTENS_VERSIONS(block_matmul)
+MITTENS_VERSIONS(packed_rows)
 MITTENS_INTEGER_VERSIONS(integer_matmul)
 MITTENS_INTEGER_VERSIONS(integer_panel_matmul)
 
@@ -44,12 +47,15 @@ struct Product {
   }
 };
 
-bool is_of_4_or_8_bits(const QuantizedWeights& w) {
-  return w.mode == QuantizedMode::affine && (w.bits == 4 || w.bits == 8) && w.transpose;
+bool has_integers(const QuantizedWeights& w) {
+  return w.mode != QuantizedMode::mxfp8 && w.transpose;
 }
 
 void multiply_in_float32(const Product& p) {
-  if (p.activation) {
+  if (p.w->mode == QuantizedMode::blocks) {
+    block_matmul_versions[isa_index()](p.type, p.w->kind, reinterpret_cast<const uint8_t*>(p.w->words), p.x, p.bias,
+                                       p.y, p.rows, p.columns, p.outputs);
+  } else if (p.activation) {
     quantized_swiglu_versions[isa_index()](p.type, *p.activation, p.w, p.up, p.x, p.y, p.matrices, p.rows, p.columns,
                                            p.outputs, p.mode);
   } else {
@@ -68,7 +74,7 @@ bool multiply_integers(const Product& p, bool* taken) {
 }
 
 void multiply(const Product& product) {
-  const bool may_be_integers = product.matrices > 0 && product.rows > 0 && is_of_4_or_8_bits(*product.w) &&
+  const bool may_be_integers = product.matrices > 0 && product.rows > 0 && has_integers(*product.w) &&
                                (product.type != Type::float32 || product.mode.int8);
   const size_t rows = product.rows;
   const std::unique_ptr<bool[]> taken(may_be_integers ? new bool[product.matrices * rows] : nullptr);
@@ -94,6 +100,10 @@ void multiply(const Product& product) {
 
 }  // namespace
 
+PackedRows packed_rows(const QuantizedWeights& w, Type type) {
+  return packed_rows_versions[isa_index()](w, type);
+}
+
 void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const void* bias, void* y, size_t matrices,
                       size_t rows, size_t columns, size_t outputs, ProductMode mode) {
   multiply({type, nullptr, w, nullptr, x, bias, y, matrices, rows, columns, outputs, mode});
@@ -103,6 +113,17 @@ void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* 
                       const void* x, void* y, size_t matrices, size_t rows, size_t columns, size_t outputs,
                       ProductMode mode) {
   multiply({type, &activation, gate, up, x, nullptr, y, matrices, rows, columns, outputs, mode});
+}
+
+void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
+                  size_t rows, size_t columns, size_t outputs) {
+  QuantizedWeights w{};
+  w.words = reinterpret_cast<const uint32_t*>(blocks);
+  w.mode = QuantizedMode::blocks;
+  w.transpose = true;
+  w.kind = kind;
+  w.blocks = columns / block_weights(kind);
+  multiply({type, nullptr, &w, nullptr, x, bias, y, 1, rows, columns, outputs, {}});
 }
 
 }  // namespace mittens::cpu

@@ -1,18 +1,19 @@
 // Products with quantized weights on the CPU, in the formats of mx.quantize; sums in float32.
 #pragma once
 
-#include "cpu/types.h"
+#include "cpu/gguf.h"
 
 namespace mittens::cpu {
 
 // affine: w = scale * q + bias, q unsigned integers, scales and biases of the type of x. mxfp4, mxfp8: w = scale * q, q
 // floats of 4 or 8 bits (E2M1, E4M3), scales powers of two in a byte (E8M0). nvfp4: as mxfp4 with scales as E4M3.
-enum class QuantizedMode { affine, mxfp4, mxfp8, nvfp4 };
+// blocks: of GGUF, which block_matmul takes.
+enum class QuantizedMode { affine, mxfp4, mxfp8, nvfp4, blocks };
 
 // One matrix. q are packed in words from the lowest bit up. Strides are from row to row, in elements of the array; rows
 // lie in memory as they are.
 struct QuantizedWeights {
-  const uint32_t* words;  // [outputs, columns * bits / 32]; not transposed [columns, outputs * bits / 32]
+  const uint32_t* words;  // [outputs, columns * bits / 32]; not transposed [columns, outputs * bits / 32]; or blocks
   const void* scales;  // [outputs, columns / group_size]; not transposed [columns, outputs / group_size]
   const void* biases;  // as scales; affine alone
   size_t words_stride;
@@ -22,6 +23,8 @@ struct QuantizedWeights {
   int bits;  // affine: 2, 3, 4, 5, 6 or 8
   int group_size;  // affine: 32, 64 or 128; nvfp4: 16
   bool transpose;  // the groups go along the columns of x
+  BlockKind kind = {};  // of blocks, which have none of the other members but words, mode and transpose
+  size_t blocks = 0;  // of a row
 };
 
 // The most rows of x whose results may be bit for bit those of each row alone.

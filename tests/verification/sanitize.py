@@ -27,7 +27,16 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mlx-mi
 UNIT = ROOT / "tests" / "unit"
 
 # Tests of tests/unit that run for each instruction set as a whole, since many of them do not name the native executor.
-WHOLE = ("bad_input", "cache_step", "composed", "integer_products", "shapeless", "vmap", "zero_sizes")
+WHOLE = (
+    "bad_input",
+    "cache_step",
+    "composed",
+    "integer_products",
+    "shapeless",
+    "unpacked_integers",
+    "vmap",
+    "zero_sizes",
+)
 # Those of the simulator, of plans and of users' kernels run once: no instruction set changes them.
 ONCE = (
     "expert_tiles",
@@ -157,7 +166,7 @@ def environment(name: str) -> dict[str, str]:
     }
 
 
-INSTRUCTION_SETS = ("avx512vnni", "avx512", "avx2", "baseline", "neon")
+INSTRUCTION_SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "baseline", "dotprod", "neon")
 
 
 def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 #include "cpu/gguf.h"
 
+#include "cpu/isa/matmul/unpack_blocks.h"
 #include "cpu/isa/matmul/unpacked.h"
 
 namespace mittens::cpu::MITTENS_ISA {
@@ -27,34 +28,14 @@ bool has_source(BlockKind kind) {
   return kind == BlockKind::q4_0 || kind == BlockKind::q8_0;
 }
 
-Unpacked unpacked_from(BlockKind kind, const uint8_t* blocks, size_t columns) {
-  Unpacked source{};
-  switch (kind) {
-#define MITTENS_UNPACK(kind)                         \
-  case BlockKind::kind:                              \
-    source.unpack = &unpack_blocks<BlockKind::kind>; \
-    break
-    MITTENS_UNPACK(q4_1);
-    MITTENS_UNPACK(q5_0);
-    MITTENS_UNPACK(q5_1);
-    MITTENS_UNPACK(q2_k);
-    MITTENS_UNPACK(q3_k);
-    MITTENS_UNPACK(q4_k);
-    MITTENS_UNPACK(q5_k);
-    MITTENS_UNPACK(q6_k);
-    MITTENS_UNPACK(iq4_nl);
-    MITTENS_UNPACK(iq4_xs);
-    MITTENS_UNPACK(mxfp4);
-    MITTENS_UNPACK(nvfp4);
-#undef MITTENS_UNPACK
-    case BlockKind::q4_0:
-    case BlockKind::q8_0:
-      break;
-  }
-  source.rows = blocks;
-  source.row_stride = columns / block_weights(kind) * block_bytes(kind);
-  source.row_bytes = static_cast<double>(block_bytes(kind)) / static_cast<double>(block_weights(kind));
-  return source;
+// Rows of a number of blocks.
+Unpacked unpacked_from(BlockKind kind, const uint8_t* blocks, size_t of_row) {
+  QuantizedWeights w{};
+  w.words = reinterpret_cast<const uint32_t*>(blocks);
+  w.mode = QuantizedMode::blocks;
+  w.kind = kind;
+  w.blocks = of_row;
+  return Unpacked(w, Type::float32);
 }
 
 constexpr size_t most_quantized = 32;  // weights of a block that there is a quantizer for
@@ -175,6 +156,9 @@ MITTENS_INLINE void quantize_up(const Float (&values)[vectors], uint8_t* block) 
   }
 }
 
+// Twice the floats of 4 bits: a sign, 2 bits of exponent and 1 of the fraction.
+constexpr float fp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 // The exponent that the package takes from a float32 logarithm, which rounds up shortly before a power of two; 0 where
 // there is none. The first of the nearest of 16 values.
 MITTENS_INLINE void quantize_floats(const Float (&values)[vectors], uint8_t* block) {
@@ -214,7 +198,7 @@ void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* 
   } else if (kind == BlockKind::q8_0) {
     multiply(Blocks<BlockKind::q8_0>{blocks, columns / block_weights(kind)});
   } else {
-    multiply(unpacked_from(kind, blocks, columns));
+    multiply(unpacked_from(kind, blocks, columns / block_weights(kind)));
   }
 }
 
@@ -235,15 +219,15 @@ void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y,
     return;
   }
   const size_t weights = block_weights(kind);
-  const Unpacked source = unpacked_from(kind, blocks, count * weights);
+  const Unpacked source = unpacked_from(kind, blocks, count);
   with_type(type, [&](auto t) {
     using T = decltype(t);
     parallel_for(count, piece_blocks * 32 / weights, [&](size_t begin, size_t end) {
-      float widened[256];
+      const Scratch widened(source.memory(weights));
       for (size_t b = begin; b < end; ++b) {
-        source.row(0, b * weights, weights, widened);
+        const float* w = source.row(0, b * weights, weights, widened.data());
         for (size_t i = 0; i < weights; i += width) {
-          store_in_order((T*)y + b * weights + i, read<Float>(widened + i, All()));
+          store_in_order((T*)y + b * weights + i, read<Float>(w + i, All()));
         }
       }
     });

@@ -9,8 +9,57 @@
 
 #include "cpu/integer_matmul.h"
 #include "cpu/isa/matmul/products.h"
+#include "cpu/packed_rows.h"
 
 namespace mittens::cpu::MITTENS_ISA {
+
+MITTENS_INLINE Integers integers_of(const QuantizedWeights& w) {
+  switch (w.mode) {
+    case QuantizedMode::affine:
+      return w.bits == 4 || w.bits == 8 ? Integers::packed : Integers::unpacked;
+    case QuantizedMode::mxfp4:
+    case QuantizedMode::nvfp4:
+      return Integers::small_floats;
+    case QuantizedMode::blocks:
+      return w.kind == BlockKind::q4_0 || w.kind == BlockKind::q8_0 ? Integers::unpacked_beside_floats
+                                                                    : Integers::unpacked;
+    case QuantizedMode::mxfp8:
+      break;
+  }
+  __builtin_unreachable();
+}
+
+// Integers as bytes: affine ones of 8 bits as they lie, others unpacked when a row is begun.
+struct ByteRows : Affine<8> {
+  PackedRows from;
+
+  ByteRows(const QuantizedWeights& w, Type type)
+      : ByteRows(w, type, integers_of(w) == Integers::packed ? PackedRows{} : packed_rows(w, type)) {}
+
+  size_t memory(size_t columns) const {
+    return Affine<8>::memory(columns) + (from.unpack ? ceil_divide(columns, 4) : 0);
+  }
+  size_t bytes(size_t columns) const {
+    return from.unpack ? static_cast<size_t>(static_cast<double>(columns) * from.row_bytes) : Affine<8>::bytes(columns);
+  }
+  Row row(size_t n, size_t begin, size_t size, float* memory) const {
+    if (!from.unpack) {
+      return Affine<8>::row(n, begin, size, memory);
+    }
+    const size_t known = size >> groups.group_bits, all = groups.floats(size);
+    float* offsets = memory + all;
+    float* bytes = offsets + all;
+    from.unpack(from, n, begin, size, reinterpret_cast<uint8_t*>(bytes), memory, offsets);
+    for (size_t i = known; i < all; ++i) {
+      memory[i] = offsets[i] = 0;
+    }
+    return {reinterpret_cast<const uint32_t*>(bytes), memory, offsets};
+  }
+
+ private:
+  ByteRows(QuantizedWeights w, Type type, const PackedRows& from)
+      : Affine<8>((w.group_size = from.unpack ? 1 << from.group_bits : w.group_size, w), type), from(from) {}
+};
 
 struct IntegerCall : ProductCall {
   const QuantizedWeights* w;

@@ -1,9 +1,13 @@
 // Integers that stand for elements of x, several in a word of 32 bits, and how they multiply packed weights. A form has
 //   largest                  the greatest integer
-//   of_word<Source>          words of x for a word of weights; word k has the columns k, k + of_word, ..
+//   of_word<Source>          words of weights in a packed word; word k has the columns k, k + of_word, ..
+//   in_word                  weights of such a word
+//   parts                    words of x that meet it
+//   part<p>(integers)        what part p has of each integer, in the lowest bits
+//   bits                     of an integer in such a word
 //   exists<bits>             whether this instruction set multiplies them by weights of some bits
-//   weights<k, Source>(raw)  the weights that meet word k of x
-//   Sum add(Sum, w, x)       the sum, with the products of each lane
+//   weights<k, Source>(raw)  the weights of word k, their middle<Source> above what they stand for
+//   Sum add(Sum, w, x)       the sum, with the products of each lane; x has the parts
 //   longest                  additions until a sum is widened
 //   Int widened(sum)         in int32
 //   stands_for(row)          whether the integers may stand for a row of x
@@ -33,37 +37,110 @@ struct RowSizes {
   float columns;
 };
 
+#if defined(__ARM_FEATURE_DOTPROD)
+// int16 as two bytes that are multiplied apart, by instructions with four products a lane where those of int16 have
+// one.
+#define MITTENS_SPLITS_INT16
+
+// Bytes of weights have to be signed: those of all 8 bits lose their middle here.
+template <typename Source>
+constexpr float signed_middle = Source::middle == 128 ? 0 : Source::middle;
+
+template <int k, typename Source, typename Words>
+MITTENS_INLINE Words signed_weights(Words raw) {
+  const Words w = Source::template integers<k, 4>(raw);
+  return Source::middle == 128 ? w ^ 0x80808080 : w;
+}
+
+MITTENS_INLINE Int add_dot_products(Int sum, UInt w, UInt x) {
+  return (Int)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
+}
+#endif
+
 struct Int16 {
-  static constexpr int bits = 16;
+#if defined(MITTENS_SPLITS_INT16)
+  static constexpr int bits = 8, parts = 2, in_word = 4;
+  static constexpr float largest = 127 * 256 + 127;
+  static constexpr size_t longest = 4;
+
+  template <int p>
+  static MITTENS_INLINE Int part(Int integers) {
+    const Int low = integers << 24 >> 24;
+    return p == 0 ? low : (integers - low) >> 8;
+  }
+
+  template <typename Source>
+  static constexpr float middle = signed_middle<Source>;
+
+  template <int k, typename Source, typename Words>
+  static MITTENS_INLINE Words weights(Words raw) {
+    return signed_weights<k, Source>(raw);
+  }
+
+  struct Sum {
+    Int low, high;
+  };
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return {add_dot_products(sum.low, w, x[0]), add_dot_products(sum.high, w, x[1])};
+  }
+  static MITTENS_INLINE Int widened(Sum sum) {
+    return sum.low + (sum.high << 8);
+  }
+#else
+  static constexpr int bits = 16, parts = 1, in_word = 2;
   static constexpr float largest = 32767;
   static constexpr size_t longest = 64;  // groups have no more
-  template <typename Source>
-  static constexpr int of_word = Source::vectors / 2;
+
   template <int>
-  static constexpr bool exists = true;
-  using Sum = Int;
+  static MITTENS_INLINE Int part(Int integers) {
+    return integers;
+  }
+  template <typename Source>
+  static constexpr float middle = Source::middle;
 
   template <int k, typename Source, typename Words>
   static MITTENS_INLINE Words weights(Words raw) {
     return Source::template integers<k, 2>(raw);
   }
 
-  static MITTENS_INLINE Sum add(Sum sum, UInt w, UInt x) {
-#if defined(__AVX512VNNI__)
-    return (Int)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-#elif defined(__AVX512F__)
-    return sum + (Int)_mm512_madd_epi16((__m512i)w, (__m512i)x);
-#elif defined(__AVX2__)
-    return sum + (Int)_mm256_madd_epi16((__m256i)w, (__m256i)x);
-#elif defined(__x86_64__)
-    return sum + (Int)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#if defined(__ARM_NEON)
+  struct Sum {  // of the lower two words of all, and of the upper two: a sum of each half
+    Int lower, upper;
+  };
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+    const int16x8_t a = (int16x8_t)w, b = (int16x8_t)x[0];
+    return {(Int)vmlal_s16((int32x4_t)sum.lower, vget_low_s16(a), vget_low_s16(b)),
+            (Int)vmlal_high_s16((int32x4_t)sum.upper, a, b)};
+  }
+  static MITTENS_INLINE Int widened(Sum sum) {
+    return (Int)vpaddq_s32((int32x4_t)sum.lower, (int32x4_t)sum.upper);
+  }
 #else
-    return sum + ((Int)w << 16 >> 16) * ((Int)x << 16 >> 16) + ((Int)w >> 16) * ((Int)x >> 16);
+  using Sum = Int;
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+#if defined(__AVX512VNNI__)
+    return (Int)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x[0]);
+#elif defined(__AVX512F__)
+    return sum + (Int)_mm512_madd_epi16((__m512i)w, (__m512i)x[0]);
+#elif defined(__AVXVNNI__)
+    return (Int)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x[0]);
+#elif defined(__AVX2__)
+    return sum + (Int)_mm256_madd_epi16((__m256i)w, (__m256i)x[0]);
+#elif defined(__x86_64__)
+    return sum + (Int)_mm_madd_epi16((__m128i)w, (__m128i)x[0]);
+#else
+    return sum + ((Int)w << 16 >> 16) * ((Int)x[0] << 16 >> 16) + ((Int)w >> 16) * ((Int)x[0] >> 16);
 #endif
   }
   static MITTENS_INLINE Int widened(Sum sum) {
     return sum;
   }
+#endif
+#endif
+  template <typename Source>
+  static constexpr int of_word = Source::vectors / in_word;
+  template <int>
+  static constexpr bool exists = true;
 
   // Not where an element is not finite, huge or tiny, or so much larger than the mean that rounding its neighbours
   // would show where its own weight is 0.
@@ -77,8 +154,20 @@ struct Int16 {
 };
 
 struct Int8 {
-  static constexpr int bits = 8;
+  static constexpr int bits = 8, parts = 1, in_word = 4;
   static constexpr float largest = 127;
+
+  template <int>
+  static MITTENS_INLINE Int part(Int integers) {
+    return integers;
+  }
+#if defined(__ARM_FEATURE_DOTPROD)
+  template <typename Source>
+  static constexpr float middle = signed_middle<Source>;
+#else
+  template <typename Source>
+  static constexpr float middle = Source::middle;
+#endif
 
   // Not where an element is not finite, huge or tiny. Rounding the elements of a group in which one is large changes
   // them by less than a 30th of it.
@@ -86,21 +175,41 @@ struct Int8 {
     return row.sizes == 0 || (row.sizes < infinity && row.most > 0x1p-80f && row.most < 0x1p96f);
   }
   template <typename Source>
-  static constexpr int of_word = Source::vectors / 4;
+  static constexpr int of_word = Source::vectors / in_word;
 
   template <int k, typename Source, typename Words>
   static MITTENS_INLINE Words weights(Words raw) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return signed_weights<k, Source>(raw);
+#else
     return Source::template integers<k, 4>(raw);
+#endif
   }
 
-#if defined(__AVX512VNNI__)
+#if defined(__ARM_FEATURE_DOTPROD)
   static constexpr size_t longest = 32;
   template <int>
   static constexpr bool exists = true;
   using Sum = Int;
 
-  static MITTENS_INLINE Sum add(Sum sum, UInt w, UInt x) {
-    return (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return add_dot_products(sum, w, x[0]);
+  }
+  static MITTENS_INLINE Int widened(Sum sum) {
+    return sum;
+  }
+#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  static constexpr size_t longest = 32;
+  template <int>
+  static constexpr bool exists = true;
+  using Sum = Int;
+
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+#if defined(__AVX512VNNI__)
+    return (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x[0]);
+#else
+    return (Int)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x[0]);
+#endif
   }
   static MITTENS_INLINE Int widened(Sum sum) {
     return sum;
@@ -113,15 +222,15 @@ struct Int8 {
   using Sum = Halves;
 
 #if defined(__AVX512F__)
-  static MITTENS_INLINE Sum add(Sum sum, UInt w, UInt x) {
-    return sum + (Halves)_mm512_maddubs_epi16((__m512i)w, (__m512i)x);
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return sum + (Halves)_mm512_maddubs_epi16((__m512i)w, (__m512i)x[0]);
   }
   static MITTENS_INLINE Int widened(Sum sum) {
     return (Int)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
   }
 #else
-  static MITTENS_INLINE Sum add(Sum sum, UInt w, UInt x) {
-    return sum + (Halves)_mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return sum + (Halves)_mm256_maddubs_epi16((__m256i)w, (__m256i)x[0]);
   }
   static MITTENS_INLINE Int widened(Sum sum) {
     return (Int)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));

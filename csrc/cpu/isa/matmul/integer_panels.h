@@ -10,26 +10,26 @@ namespace mittens::cpu::MITTENS_ISA {
 constexpr size_t panel_integers = 64;  // outputs of a panel
 constexpr size_t panel_words = 256;  // of x, along which a panel goes
 
-// A row of x: its words, and then of each group the scale, the sum, and the initial value of the integer sum, which
-// takes off the weights' middle.
+// A row of x: its words, those of all parts side by side, and then of each group the scale, the sum, and the initial
+// value of the integer sum, which takes off the weights' middle.
 template <typename Source, typename Form>
 struct GroupIntegers {
   static constexpr int of_word = Form::template of_word<Source>;
-  static constexpr int in_word = 32 / Form::bits;
+  static constexpr int in_word = Form::in_word, parts = Form::parts;
   static constexpr size_t of_group = 3;
 
   static size_t words(size_t columns) {
-    return columns / Source::vectors * of_word;
+    return columns / in_word;
   }
   static size_t size(const Source& source, size_t columns) {
-    return words(columns) + of_group * (columns >> source.groups.group_bits);
+    return parts * words(columns) + of_group * (columns >> source.groups.group_bits);
   }
 
   // Whether the row's integers may stand for it.
   template <typename T>
   static bool fill(const Source& source, const T* x, size_t columns, float* y) {
     const size_t group = size_t{1} << source.groups.group_bits;
-    float* end = y + words(columns);
+    float* end = y + parts * words(columns);
     Float most = {}, sizes = {};
     for (size_t begin = 0; begin < columns; begin += group, end += of_group) {
       Float largest = {};
@@ -50,11 +50,11 @@ struct GroupIntegers {
         sum = sum + rounded;
         write(integers + i, rounded, All());
       }
-      pack(integers, group, y + words(begin));
+      pack(integers, group, y + parts * words(begin));
       const float total_of_group = total(__builtin_convertvector(sum, Float));
       end[0] = scale;
       end[1] = total_of_group * scale;
-      const int32_t start = static_cast<int32_t>(total_of_group) * -static_cast<int32_t>(Source::middle);
+      const int32_t start = static_cast<int32_t>(total_of_group) * -static_cast<int32_t>(Form::template middle<Source>);
       __builtin_memcpy(end + 2, &start, 4);
     }
     const float largest = reduce(most, [](auto a, auto b) MITTENS_INLINED { return a > b ? a : b; });
@@ -68,11 +68,14 @@ struct GroupIntegers {
     constexpr uint32_t mask = (uint64_t{1} << Form::bits) - 1;
     for (size_t w = 0; w < count / Source::vectors; ++w) {
       for (int k = 0; k < of_word; ++k) {
-        uint32_t word = 0;
+        uint32_t word[parts] = {};
         for (int j = 0; j < in_word; ++j) {
-          word |= (static_cast<uint32_t>(integers[w * Source::vectors + k + j * of_word]) & mask) << Form::bits * j;
+          const Int integer = Int{} + integers[w * Source::vectors + k + j * of_word];
+          repeat<parts>([&](auto p) MITTENS_INLINED {
+            word[p.value] |= (static_cast<uint32_t>(Form::template part<p.value>(integer)[0]) & mask) << Form::bits * j;
+          });
         }
-        __builtin_memcpy(words + w * of_word + k, &word, 4);
+        __builtin_memcpy(words + (w * of_word + k) * parts, word, sizeof(word));
       }
     }
   }
@@ -89,7 +92,7 @@ class IntegerPanels {
   static constexpr size_t lanes = (many_registers ? 4 : 2) * width;  // outputs of a tile
 
   static size_t memory(const Source& source, size_t) {
-    return panel_integers * (panel_words + 2 * most_groups) + source.memory(chunk);
+    return panel_integers * (panel_words + 2 * most_groups) + 4 * source.memory(chunk);
   }
 
   static size_t block(size_t, size_t count, size_t outputs) {
@@ -116,9 +119,9 @@ class IntegerPanels {
         with_index<1, most_rows>(count, [&](auto m) {
           const float* from = x + row * x_stride;
           for (size_t i = 0; i < size; i += lanes) {
-            tile<m.value>(from + X::words(begin),
-                          from + X::words(columns_) + X::of_group * (begin >> source_.groups.group_bits), x_stride,
-                          memory + i * words, scales + i * groups, offsets + i * groups, groups,
+            tile<m.value>(from + X::parts * X::words(begin),
+                          from + X::parts * X::words(columns_) + X::of_group * (begin >> source_.groups.group_bits),
+                          x_stride, memory + i * words, scales + i * groups, offsets + i * groups, groups,
                           sums + row * stride + i, stride, begin != 0);
           }
         });
@@ -128,20 +131,20 @@ class IntegerPanels {
 
  private:
   static constexpr int vectors = lanes / width;
-  static constexpr int most_rows = many_registers ? 6 : 4;
+  static constexpr int most_rows = (many_registers ? 6 : 4) / Form::parts;
   static constexpr size_t chunk = panel_words * X::in_word;
-  static constexpr size_t most_groups = chunk / 32;
+  static constexpr size_t most_groups = chunk / 16;
 
   // Words [word][output] of some rows of weights, and [group][output] of their scales and offsets. Behind the last
   // output it repeats.
   void unpack(size_t n, size_t size, size_t begin, size_t columns, float* words, float* scales, float* offsets,
               float* memory) const {
     typedef uint32_t Four __attribute__((vector_size(16)));
-    const size_t groups = columns >> source_.groups.group_bits;
+    const size_t groups = columns >> source_.groups.group_bits, of_row = source_.memory(chunk);
     for (size_t i = 0; i < lanes; i += 4) {
       const uint32_t* from[4];
       for (size_t j = 0; j < 4; ++j) {
-        const typename Source::Row row = source_.row(n + smaller(i + j, size - 1), begin, columns, memory);
+        const typename Source::Row row = source_.row(n + smaller(i + j, size - 1), begin, columns, memory + j * of_row);
         from[j] = row.words;
         for (size_t g = 0; g < groups; ++g) {
           scales[g * lanes + i + j] = row.scales[g];
@@ -182,13 +185,13 @@ class IntegerPanels {
         repeat<vectors>([&](auto v) MITTENS_INLINED { products[m.value][v.value] = Int{} + start; });
       });
       if constexpr (__is_same(typename Form::Sum, Int)) {
-        for (size_t i = 0; i < of_group; ++i, ++x, words += lanes) {
+        for (size_t i = 0; i < of_group; ++i, x += X::parts, words += lanes) {
           add_word<rows>(x, x_stride, words, products);
         }
       } else {
         for (size_t i = 0; i < of_group; i += Form::longest) {
           typename Form::Sum some[rows][vectors] = {};
-          for (size_t j = 0; j < Form::longest; ++j, ++x, words += lanes) {
+          for (size_t j = 0; j < Form::longest; ++j, x += X::parts, words += lanes) {
             add_word<rows>(x, x_stride, words, some);
           }
           repeat<rows>([&](auto m) MITTENS_INLINED {
@@ -217,10 +220,12 @@ class IntegerPanels {
     UInt weights[vectors];
     repeat<vectors>([&](auto v) MITTENS_INLINED { weights[v.value] = read<UInt>(words + v.value * width, All()); });
     repeat<rows>([&](auto m) MITTENS_INLINED {
-      uint32_t word;
-      __builtin_memcpy(&word, x + m.value * x_stride, 4);
+      uint32_t word[X::parts];
+      __builtin_memcpy(word, x + m.value * x_stride, sizeof(word));
+      UInt activations[X::parts];
+      repeat<X::parts>([&](auto p) MITTENS_INLINED { activations[p.value] = UInt{} + word[p.value]; });
       repeat<vectors>([&](auto v) MITTENS_INLINED {
-        sums[m.value][v.value] = Form::add(sums[m.value][v.value], weights[v.value], UInt{} + word);
+        sums[m.value][v.value] = Form::add(sums[m.value][v.value], weights[v.value], activations);
       });
     });
   }

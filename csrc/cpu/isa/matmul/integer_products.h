@@ -13,7 +13,7 @@ namespace mittens::cpu::MITTENS_ISA {
 template <typename Source, typename Form>
 struct ArrangedIntegers {
   static constexpr int of_word = Form::template of_word<Source>;
-  static constexpr size_t start = of_word * width, scale = start + width, sum = scale + width;
+  static constexpr size_t start = of_word * Form::parts * width, scale = start + width, sum = scale + width;
   static constexpr size_t step = sum + width;
 
   static size_t size(const Source&, size_t columns) {
@@ -49,22 +49,27 @@ struct ArrangedIntegers {
     }
     sums.most = maximum(largest, sums.most);
     const Float inverse = largest > least ? Form::largest / largest : Float{};
-    const Float scales = largest * (1 / Form::largest);
+    const Float scales = largest * (Source::one / Form::largest);
     constexpr uint32_t mask = (uint64_t{1} << Form::bits) - 1;
-    UInt words[of_word] = {};
+    UInt words[of_word][Form::parts] = {};
     Int integers = {};
     for (size_t v = 0; v < Source::vectors; ++v) {
       const Int rounded = round_to_integers(values[v] * inverse);
       integers = integers + rounded;
-      words[v % of_word] = words[v % of_word] | ((UInt)rounded & mask)
-                                                    << static_cast<uint32_t>(v / of_word * Form::bits);
+      repeat<Form::parts>([&](auto p) MITTENS_INLINED {
+        UInt& word = words[v % of_word][p.value];
+        word = word | ((UInt)Form::template part<p.value>(rounded) & mask)
+                          << static_cast<uint32_t>(v / of_word * Form::bits);
+      });
     }
-    for (size_t k = 0; k < of_word; ++k) {
-      write(y + k * width, words[k], All());
+    for (size_t k = 0; k < of_word * Form::parts; ++k) {
+      write(y + k * width, words[k / Form::parts][k % Form::parts], All());
     }
-    write(y + start, integers * -static_cast<int32_t>(Source::middle), All());
+    write(y + start, integers * -static_cast<int32_t>(Form::template middle<Source>), All());
     write(y + scale, scales, All());
-    write(y + sum, __builtin_convertvector(integers, Float) * scales, All());
+    if constexpr (Source::offset) {
+      write(y + sum, __builtin_convertvector(integers, Float) * scales, All());
+    }
   }
 };
 
@@ -120,7 +125,11 @@ class IntegerProducts {
         repeat<X::of_word>([&](auto k) MITTENS_INLINED {
           const UInt weights = Form::template weights<k.value, Source>(raw);
           repeat<rows>([&](auto m) MITTENS_INLINED {
-            const UInt activations = read<UInt>(at + m.value * x_stride + k.value * width, All());
+            UInt activations[Form::parts];
+            repeat<Form::parts>([&](auto p) MITTENS_INLINED {
+              activations[p.value] =
+                  read<UInt>(at + m.value * x_stride + (k.value * Form::parts + p.value) * width, All());
+            });
             if constexpr (in_int32) {
               products[m.value] = Form::add(products[m.value], weights, activations);
             } else {
@@ -132,14 +141,19 @@ class IntegerProducts {
           repeat<rows>([&](auto m)
                            MITTENS_INLINED { products[m.value] = products[m.value] + Form::widened(some[m.value]); });
         }
-        const Float scale = source_.scale(w[i.value], s), bias = source_.bias(w[i.value], s);
+        const Float scale = source_.scale(w[i.value], s);
         repeat<rows>([&](auto m) MITTENS_INLINED {
-          const float* of_row = at + m.value * x_stride;
           Float& to = sum[m.value][i.value];
-          to =
-              fma(__builtin_convertvector(products[m.value], Float) * read<Float>(of_row + X::scale, All()), scale, to);
-          to = fma(bias, read<Float>(of_row + X::sum, All()), to);
+          const Float scale_of_x = read<Float>(at + m.value * x_stride + X::scale, All());
+          to = fma(__builtin_convertvector(products[m.value], Float) * scale_of_x, scale, to);
         });
+        if constexpr (Source::offset) {
+          const Float bias = source_.bias(w[i.value], s);
+          repeat<rows>([&](auto m) MITTENS_INLINED {
+            const Float sum_of_x = read<Float>(at + m.value * x_stride + X::sum, All());
+            sum[m.value][i.value] = fma(bias, sum_of_x, sum[m.value][i.value]);
+          });
+        }
       });
     });
     repeat<rows>([&](auto m) MITTENS_INLINED { write_some_totals(sums + m.value * stride, sum[m.value], size); });

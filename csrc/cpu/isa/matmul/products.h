@@ -23,15 +23,37 @@ MITTENS_INLINE size_t larger(size_t a, size_t b) {
   return a > b ? a : b;
 }
 
-// Rows up to which integers are faster than floats, which shares the work on weights; 0: never.
+// Which numbers of rows of half types are integers: up to `most_rows` along the weights as they are read (0: none), and
+// from `least_panel_rows` in panels (0: never). Floats, which share the work on weights better, have those between.
+struct IntegerRows {
+  size_t most_rows;
+  size_t least_panel_rows;
+};
+
+// How the weights of a format become integers.
+enum class Integers { packed, small_floats, unpacked, unpacked_beside_floats };
+
+// small_floats: of 4 bits, by a table. unpacked_beside_floats: floats of these formats are multiplied as they are read.
+constexpr IntegerRows integer_rows(Integers integers) {
 #if defined(__AVX512VNNI__)
-constexpr size_t most_integer_rows = 8;
+  constexpr IntegerRows rows[] = {{8, 24}, {23, 24}, {8, 9}, {0, 24}};
+#elif defined(__AVX512F__)
+  constexpr IntegerRows rows[] = {{2, 0}, {8, 0}, {8, 0}, {0, 0}};
+#elif defined(__AVX2__)
+  constexpr IntegerRows rows[] = {{2, 12}, {4, 5}, {2, 3}, {0, 12}};
 #elif defined(__x86_64__)
-constexpr size_t most_integer_rows = 2;
+  constexpr IntegerRows rows[] = {{2, 0}, {0, 0}, {2, 0}, {0, 0}};
+#elif defined(__ARM_FEATURE_DOTPROD)
+  constexpr IntegerRows rows[] = {{2, 12}, {4, 12}, {0, 12}, {0, 12}};
+#elif defined(__ARM_NEON)
+  constexpr IntegerRows rows[] = {{2, 0}, {2, 0}, {0, 0}, {0, 0}};
 #else
-constexpr size_t most_integer_rows = 0;
+  constexpr IntegerRows rows[] = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
 #endif
-constexpr size_t most_byte_rows = 8;  // the same of int8, beside panels
+  return rows[static_cast<size_t>(integers)];
+}
+
+constexpr size_t most_byte_rows = 8;  // up to which int8 is faster than panels of int8
 
 constexpr int tile_outputs = many_registers ? 4 : 2;
 constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time

@@ -13,16 +13,10 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-// The matrix as a source.
-template <typename Source>
-Source source_from(const QuantizedWeights& w, Type type) {
-  return Source(w, type);
-}
-
 // up: of pairs of products.
 template <typename Source>
 void multiply(const QuantizedWeights* w, const QuantizedWeights* up, const ProductCall& call) {
-  auto source_of = [&](size_t i, size_t j = 0) { return source_from<Source>((j == 0 ? w : up)[i], call.type); };
+  auto source_of = [&](size_t i, size_t j = 0) { return Source((j == 0 ? w : up)[i], call.type); };
   if (w->transpose) {
     row_products<Source>(source_of, call);
   } else {

@@ -355,7 +355,7 @@ void row_products(const SourceOf& source_of, const ProductCall& call) {
             products.panel(from, size, n, part_size, to, block, memory.data());
           } else if constexpr (!Source::offset) {
             products.template direct<true>(from, size, n, part_size, to, block, memory.data(), call.exact);
-          } else if constexpr (most_integer_rows != 0) {
+          } else if constexpr (integer_rows(Integers::packed).most_rows != 0) {
             products.template direct<false>(from, size, n, part_size, to, block, memory.data(), false);
           } else if (call.type != Type::float32) {
             products.template direct<true>(from, size, n, part_size, to, block, memory.data(), call.exact);

@@ -181,6 +181,7 @@ struct Affine : PackedWords<bits> {
 
   static constexpr bool offset = true;
   static constexpr float middle = bits == 4 ? 8 : 128;
+  static constexpr float one = 1;
   struct Row {
     const uint32_t* words;
     const float* scales;
@@ -270,6 +271,32 @@ MITTENS_INLINE Float e2m1(UInt bits) {
 #endif
 }
 
+// 12 and twice the E2M1 in each byte, which has 4 bits.
+template <typename Words>
+MITTENS_INLINE Words doubled_e2m1(Words bytes) {
+  constexpr uint8_t doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Words) == 64) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(doubled));
+    return (Words)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, table), (__m512i)bytes);
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(Words) == 32) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(doubled));
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)bytes);
+  }
+#elif defined(__ARM_NEON)
+  return (Words)vqtbl1q_u8(vld1q_u8(doubled), (uint8x16_t)bytes);
+#endif
+  uint8_t each[sizeof(Words)];
+  __builtin_memcpy(each, &bytes, sizeof(Words));
+  for (uint8_t& byte : each) {
+    byte = doubled[byte];
+  }
+  __builtin_memcpy(&bytes, each, sizeof(Words));
+  return bytes;
+}
+
 // Powers of two in bytes; the largest code is no number.
 MITTENS_INLINE Float e8m0(UInt bits) {
   return (Float)(bits == 0 ? UInt{} + 0x00400000 : bits == 0xff ? UInt{} + 0x7fc00000 : bits << 23);
@@ -320,6 +347,17 @@ struct SmallFloats : PackedWords<bits> {
   template <int v>
   static MITTENS_INLINE Float value(UInt raw) {
     return bits == 4 ? e2m1(raw >> (v * bits)) : e4m3(raw >> (v * bits));
+  }
+
+  // Of 4 bits: the `middle` and twice the value, as integers; `one` is the value of 1.
+  static constexpr float middle = 12;
+  static constexpr float one = 0.5f;
+
+  // As Affine's.
+  template <int k, int count, typename Words>
+  static MITTENS_INLINE Words integers(Words raw) {
+    const Words bytes = doubled_e2m1((k % 2 == 0 ? raw : raw >> 4) & 0x0f0f0f0f);
+    return count == 4 ? bytes : (k < 2 ? bytes : bytes >> 8) & 0x00ff00ff;
   }
 };
 
