@@ -36,6 +36,7 @@ _ATTENTIONS = (
     attention_layers.kimi_latent_attention,
     attention_layers.latent_attention,
     attention_layers.longcat_attention,
+    attention_layers.sparse_latent_attention,
 )
 
 
@@ -202,9 +203,11 @@ def update_and_fetch(cache: Any, keys: mx.array, values: mx.array) -> Any:
 
 
 def _seen(cache: Any) -> Any:
-    """A cache, or those of a model's layers, as a call sees it that appends."""
+    """A cache, those of one layer, or those of a model's layers, as a call sees it that appends."""
     if type(cache) in (list, tuple):
         return type(cache)(map(_seen, cache))
+    if type(cache).__module__ == "mlx_lm.models.cache" and type(cache).__name__ == "CacheList":
+        return tuple(map(_seen, cache.caches))
     return _Appending(cache) if is_appended_to(cache) else cache
 
 
@@ -222,6 +225,7 @@ def _appending(call: types.FunctionType, target: Target | None = None) -> Callab
 
     functools.update_wrapper(appending, call)
     appending.rebound = call  # type: ignore[attr-defined]  # what reads the call of a module reads this one
+    appending.computes_the_same = True  # type: ignore[attr-defined]
     return appending
 
 
