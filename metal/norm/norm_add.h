@@ -1,43 +1,27 @@
-// The first half of norm_add_norm (norm/norm_add_norm.metal).
+// The two norms of norm_add_norm (norm/norm_add_norm.metal), as parameters of its kernels leave them.
 #pragma once
 
 #include "norm/rms_norm.h"
 
 namespace mittens {
 
-// The residual plus the norm of the first input.
-template <typename T>
-struct NormAdd {
-  using Element = T;
-  using Stat = float;  // sum of squares
-  using Row = float;   // m
-  enum { inputs = 2, weights = 1, reduces = 1, numbers = 1 };
-  static constant constexpr float fill = 0;
-  RowInput<T> rows[2];
-  WeightInput<T> columns[1];
-  RowOutput<T> y;
-  float eps;
-  float weight_offset;
-
-  Stat none() const {
-    return 0;
-  }
-  template <int N>
-  Stat of(thread const RowParts<T, 2, N>& parts, RowBatch) const {
-    return square_sum(parts.packs[0], parts.edges[0]);
-  }
-  Row done(Stat sum, uint columns_of_row) const {
-    return rstd(sum, columns_of_row, eps);
-  }
-  template <int W>
-  void write(thread float (&v)[2][W], thread const float (&w)[1][W], Row m) const {
-    normalize<T>(v[0], m, columns[0].present, w[0], weight_offset);
-    round_values<T>(v[0]);
-#pragma unroll
-    for (int i = 0; i < W; ++i) {
-      v[0][i] += v[1][i];
-    }
-  }
-};
+template <bool clipped, typename T, typename Schedule>
+inline void run_norm_add_norm(
+    Schedule schedule, const device T* x, const device T* residual, const device T* weight, const device T* next_weight,
+    device T* y, device T* sum, constant RowOpParams& params, RowThread at, threadgroup float* scratch) {
+  const RmsNorm<T, 2, clipped> first = {
+      {input_of(x, params, 0), input_of(residual, params, 1)},
+      {weight_of(weight, params, 0)},
+      output_of(sum, params, 1),
+      params.eps,
+      params.weight_offsets[0]};
+  const RmsNorm<T> norm = {
+      {{sum, params.y_phases[1]}},
+      {weight_of(next_weight, params, 1)},
+      output_of(y, params, 0),
+      params.eps,
+      params.weight_offsets[1]};
+  run_rows(schedule, first, norm, params.row, at, scratch);
+}
 
 }  // namespace mittens

@@ -24,19 +24,7 @@ template <typename T, typename Schedule>
     constant RowOpParams& params [[buffer(6)]],
     row_thread_parameters) {
   threadgroup float scratch[64];
-  const NormAdd<T> first = NormAdd<T>{
-      {input_of(x, params, 0), input_of(residual, params, 1)},
-      {weight_of(weight, params, 0)},
-      output_of(sum, params, 1),
-      params.eps,
-      params.weight_offsets[0]};
-  const RmsNorm<T> norm = RmsNorm<T>{
-      {{sum, params.y_phases[1]}},
-      {weight_of(next_weight, params, 1)},
-      output_of(y, params, 0),
-      params.eps,
-      params.weight_offsets[1]};
-  run_rows(Schedule(), first, norm, params.row, row_thread, scratch);
+  run_norm_add_norm<false>(Schedule(), x, residual, weight, next_weight, y, sum, params, row_thread, scratch);
 }
 
 instantiate_types("norm_add_norm_simd8", norm_add_norm, InLanes<8, 1>)

@@ -41,14 +41,16 @@ inline void normalize(thread float (&v)[W], float n, bool has_weight, thread con
   }
 }
 
-template <typename T>
+// Of two inputs the second, a residual, is added to the norm of the first. clipped: the sum, to the range of float16, in
+// which NaN stays.
+template <typename T, int inputs_of_row = 1, bool clipped = false>
 struct RmsNorm {
   using Element = T;
   using Stat = float;  // sum of squares
   using Row = float;   // n
-  enum { inputs = 1, weights = 1, reduces = 1, numbers = 1 };
+  enum { inputs = inputs_of_row, weights = 1, reduces = 1, numbers = 1 };
   static constant constexpr float fill = 0;
-  RowInput<T> rows[1];
+  RowInput<T> rows[inputs];
   WeightInput<T> columns[1];
   RowOutput<T> y;
   float eps;
@@ -58,15 +60,28 @@ struct RmsNorm {
     return 0;
   }
   template <int N>
-  Stat of(thread const RowParts<T, 1, N>& x, RowBatch) const {
+  Stat of(thread const RowParts<T, inputs, N>& x, RowBatch) const {
     return square_sum(x.packs[0], x.edges[0]);
   }
   Row done(Stat sum, uint columns_of_row) const {
     return rstd(sum, columns_of_row, eps);
   }
   template <int W>
-  void write(thread float (&v)[1][W], thread const float (&w)[1][W], Row n) const {
+  void write(thread float (&v)[inputs][W], thread const float (&w)[1][W], Row n) const {
     normalize<T>(v[0], n, columns[0].present, w[0], weight_offset);
+    if constexpr (inputs == 2) {
+      round_values<T>(v[0]);
+#pragma unroll
+      for (int i = 0; i < W; ++i) {
+        v[0][i] += v[1][i];
+      }
+    }
+    if constexpr (clipped) {
+#pragma unroll
+      for (int i = 0; i < W; ++i) {
+        v[0][i] = v[0][i] > 65504.0f ? 65504.0f : v[0][i] < -65504.0f ? -65504.0f : v[0][i];
+      }
+    }
   }
 };
 
