@@ -75,9 +75,8 @@ inline void stage_queries(
 #pragma unroll
   for (uint i = 0; i < 2; ++i) {
     const uint row = min(own + i, place.rows - 1);
-    rows[i] = queries + params.query.start + place.batch * params.query.batch +
-        (place.key_head * params.ratio + row / params.queries) * params.query.head +
-        row % params.queries * params.query.token;
+    rows[i] = TokenRows::at(
+        queries, params.query, place.batch, place.key_head * params.ratio + row / params.queries, row % params.queries);
   }
   if constexpr (W > 1) {
     for (uint n = first_part * W; n < D / 8; n += parts * W) {
@@ -179,9 +178,9 @@ inline void write_rows(
 }
 
 // limits: the keys of each row of the batch, EveryKey or RowKeys.
-template <typename Shape, typename T, typename Keys, typename Values, typename Limits>
+template <typename Shape, typename T, typename KeyRows, typename ValueRows, typename Limits>
 inline void attention(
-    const device T* queries, Keys keys, Values values, const device T* mask, const device T* sinks, device T* y,
+    const device T* queries, KeyRows keys, ValueRows values, const device T* mask, const device T* sinks, device T* y,
     device float* logsumexp, Limits limits, constant AttentionParams& params, AttentionPlace place,
     threadgroup float4* scratch, threadgroup AttentionRow* rows) {
   using Operand = typename Shape::Operand;
@@ -197,7 +196,7 @@ inline void attention(
   const uint step = workers * keys_at_once;
   threadgroup vec<Operand, 2>* q =
       (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
-  stage_queries<Shape::width, Keys::size, 1, Shape::at_once>(q, queries, place, worker, workers, params);
+  stage_queries<Shape::width, KeyRows::Values::size, 1, Shape::at_once>(q, queries, place, worker, workers, params);
   rows += place.simdgroup * kQueryRows;
   const KeyRange range = find_rows<kQueryRows>(rows, place, limits, params, step);
   shares_keys ? threadgroup_barrier(mem_flags::mem_threadgroup) : simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -234,7 +233,7 @@ inline void attention(
     merge_simdgroups(sums, softmax, (threadgroup float2*)scratch, place);
   }
   if (!shares_keys || place.simdgroup + 1 == place.simdgroups) {
-    write_rows<Values::size>(sums, softmax, y, logsumexp, rows, place, params);
+    write_rows<ValueRows::Values::size>(sums, softmax, y, logsumexp, rows, place, params);
   }
 }
 

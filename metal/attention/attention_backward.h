@@ -6,50 +6,40 @@
 
 #include "mittens/fragment_layout.h"
 #include "mittens/online_softmax.h"
-#include "mittens/source.h"
+#include "mittens/source/dense.h"
 #include "params/attention_backward.h"
 
 namespace mittens {
 
-// Rows of a head in packs of 16 bytes: the array and 32-bit indices, which loads take as they are.
+// Rows of a head in packs of 16 bytes.
 template <typename T>
 struct HeadRows {
-  const device uint4* packs;
-  uint start;   // packs
-  uint stride;  // packs from row to row
+  Dense<T> rows;
   uint count;
 };
 
 template <typename T>
-constant constexpr int pack_elements = 16 / sizeof(T);
+constant constexpr int pack_elements = Dense<T>::Values::size;
 
 template <typename T>
 inline HeadRows<T> head_rows(
     const device T* from, thread const TokenRows& view, uint batch, uint head, uint count) {
-  HeadRows<T> rows;
-  rows.packs = (const device uint4*)from;
-  rows.start = uint((view.start + batch * view.batch + head * view.head) / pack_elements<T>);
-  rows.stride = uint(view.token / pack_elements<T>);
-  rows.count = count;
-  return rows;
+  const uint start = uint(TokenRows::at(int64_t(0), view, batch, head, 0) / pack_elements<T>);
+  return {{(const device uint4*)from, start, uint(view.token / pack_elements<T>)}, count};
 }
 
 // N neighbours of a row from part `part` on, in parts of W. Beyond the last row, the last one's.
 template <typename T, int W, int N>
-inline void load_part(HeadRows<T> rows, uint row, uint part, thread T (&v)[N]) {
-  constexpr uint parts = pack_elements<T> / W;
-  const device typename Words<W * sizeof(T)>::type* from = (const device typename Words<W * sizeof(T)>::type*)rows.packs;
-  const uint first = (rows.start + min(row, rows.count - 1) * rows.stride) * parts + part;
+inline void load_part(HeadRows<T> of, uint row, uint part, thread T (&v)[N]) {
+  using Part = Dense<T, W>;
+  const Part parts = {(const device typename Part::Load*)of.rows.from, 0, 0};
+  const uint first = (of.rows.start + min(row, of.count - 1) * of.rows.stride) * (pack_elements<T> / W) + part;
 #pragma unroll
   for (int i = 0; i < N / W; ++i) {
-    const typename Words<W * sizeof(T)>::type bits = from[first + i];
+    const typename Part::Run run = parts.at(first + i);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      if constexpr (sizeof(T) == 4) {
-        v[i * W + j] = as_type<T>(word_of(bits, j));
-      } else {
-        v[i * W + j] = as_type<vec<T, 2>>(word_of(bits, j / 2))[j % 2];
-      }
+      v[i * W + j] = Part::value(run, j);
     }
   }
 }
@@ -58,7 +48,7 @@ inline void load_part(HeadRows<T> rows, uint row, uint part, thread T (&v)[N]) {
 template <typename T, int D, int R, int C>
 inline void multiply_rows(
     thread Tile<float, R, C>& products, HeadRows<T> a, uint first_a, HeadRows<T> b, uint first_b, uint lane) {
-  // Matrices of a block, whose columns are dealt out as fragment_layout.h has it.
+  // Columns meet by pairs (mittens/tile.h), W of the 2 W neighbours that a lane loads apart.
   constexpr int W = D * sizeof(T) > 256 ? pack_elements<T> / 2 : pack_elements<T>;
   fill(products, 0.0f);
 #pragma unroll 1

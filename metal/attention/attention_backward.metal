@@ -37,9 +37,7 @@ template <typename T>
     const device float* logsumexp [[buffer(2)]],  // [batch, heads, rows]
     device float2* statistics [[buffer(3)]],      // [batch, heads, rows]: the logsumexp as scores are, delta
     constant AttentionBackwardParams& parameters [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    lane_of_simdgroup) {
   const AttentionBackwardParams params = parameters;
   const uint row = group.x * kBackwardSimdgroups + simdgroup;
   if (row >= params.rows) {
@@ -150,9 +148,7 @@ template <typename T, int D, int C, bool for_keys, bool for_values>
     device T* dk [[buffer(7)]],
     device T* dv [[buffer(8)]],
     constant AttentionBackwardParams& parameters [[buffer(9)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    lane_of_simdgroup) {
   const AttentionBackwardParams params = parameters;
   const uint first = (group.x * kBackwardSimdgroups + simdgroup) * kKeyRows;
   if (first >= params.columns) {
@@ -209,9 +205,7 @@ template <typename T, int D>
     const device float2* statistics [[buffer(5)]],  // [batch, heads, rows]
     device T* dmask [[buffer(6)]],                // params.mask_sizes
     constant AttentionBackwardParams& parameters [[buffer(7)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    lane_of_simdgroup) {
   const AttentionBackwardParams params = parameters;
   constexpr int C = kMaskBlocks;
   thread const uint32_t* sizes = params.mask_sizes;

@@ -91,8 +91,7 @@ inline KeyRange find_rows(
     threadgroup AttentionRow& own = rows[place.lane];
     own.begin = begin;
     own.end = end;
-    own.mask =
-        uint(params.mask.start + place.batch * params.mask.batch + head * params.mask.head + query * params.mask.token);
+    own.mask = uint(TokenRows::at(int64_t(0), params.mask, place.batch, head, query));
     own.result = place.first + place.lane < place.rows
         ? (place.batch * params.key_heads + place.key_head) * place.rows + row
         : no_row;

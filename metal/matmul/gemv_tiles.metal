@@ -9,8 +9,7 @@
 //
 // A load takes four rows of weights, 128 bytes each, the halves of a row by the four lanes of a row of matrices each.
 // Two such loads give each lane one half of two rows; neighbouring rows of lanes then swap one for the other, so that
-// each has both halves of one row. Which columns meet is free as long as both operands agree: matrix t takes neighbours
-// t and t + depth of the 16 bytes that a lane has.
+// each has both halves of one row. Columns meet by pairs (mittens/tile.h), half of the 16 bytes that a lane has apart.
 //
 // All that a simdgroup takes at once is on its way before anything is multiplied. On an H200 it is this that decides,
 // and how much of x is loaded beside the weights: 8 rows of 4096 to 14336 in half types took 35 us instead of 31 with

@@ -31,10 +31,5 @@ template <typename T, BlockKind kind, int M>
 }
 
 instantiate_kinds("block_matmul", "_1", block_matmul, 1)
-
-// Common kinds; the others have one row at a time.
-instantiate_types("block_matmul_q4_0_4", block_matmul, q4_0, 4)
-instantiate_types("block_matmul_q8_0_4", block_matmul, q8_0, 4)
-instantiate_types("block_matmul_q4_k_4", block_matmul, q4_k, 4)
-instantiate_types("block_matmul_q5_k_4", block_matmul, q5_k, 4)
-instantiate_types("block_matmul_q6_k_4", block_matmul, q6_k, 4)
+// Other kinds have one row at a time.
+instantiate_common_kinds("block_matmul", "_4", block_matmul, 4)

@@ -5,9 +5,8 @@
 // activations 8 columns by 8 rows of x. Both are floats: on Apple GPUs their products take as long as those of halves,
 // and weights need no sums of x beside them. Simdgroups of a threadgroup share out the columns.
 //
-// Each of the four lanes that hold a row of a matrix of weights loads a run of that row. Which columns meet is free as
-// long as both operands agree: matrix u takes elements u and u + size / 2 of each of the four runs. So a lane that
-// holds a row of the activations loads neighbours, half a run of each of its two rows of x.
+// Columns meet by pairs (mittens/tile.h), half a run apart: a lane that holds a row of the activations loads neighbours,
+// half a run of each of its two rows of x.
 #pragma once
 
 #include "matmul/rows.h"

@@ -1,6 +1,5 @@
-// Tiles that are loaded by whole vectors of neighbours. Which columns of a and rows of b meet in a product is free as
-// long as both agree, and so is the order of the columns of b as long as sums are stored in it: so columns are dealt
-// out to W matrices such that what a lane needs lies side by side. A block is the 8 * W columns that W matrices hold.
+// Tiles that are loaded by whole vectors of neighbours: columns meet by pairs (mittens/tile.h), and columns of b are dealt
+// out to W matrices in the same way, in which sums are stored. A block is the 8 * W columns that W matrices hold.
 #pragma once
 
 #include "mittens/tile.h"

@@ -27,6 +27,12 @@ constant constexpr bool is_nvidia = false;
   uint simdgroup [[simdgroup_index_in_threadgroup]],      \
   uint simdgroups [[simdgroups_per_threadgroup]]
 
+// Lanes of simdgroups that each have work of their own.
+#define lane_of_simdgroup                       \
+  uint3 group [[threadgroup_position_in_grid]], \
+  uint lane [[thread_index_in_simdgroup]],      \
+  uint simdgroup [[simdgroup_index_in_threadgroup]]
+
 // An attribute of kernels: a threadgroup has at most `launched` threads. Apple's compiler takes registers from a thread
 // where more than 256 are declared. NVIDIA's allots them by `nvidia`, which leaves more threads room on a core.
 #define threads_at_most(launched, nvidia) \

@@ -1,5 +1,5 @@
-// Rows of a source as left operands of products with 8 columns. Which columns of a and which rows of b meet in a product
-// is free as long as both agree, so a lane's elements of several matrices are a run of its source.
+// Rows of a source as left operands of products with 8 columns, whose columns meet by pairs, and transposed ones, by
+// singles (mittens/tile.h).
 #pragma once
 
 #include "mittens/source.h"
@@ -17,7 +17,7 @@ struct PairOrder {
 template <int E, int apart = 1>
 inline uint column_of_right(int n, uint row) {
   const int t = n % (E / 2);
-  return n / (E / 2) * 4 * E + row / 2 * E + (t / apart * 2 * apart + t % apart) + row % 2 * apart;
+  return n / (E / 2) * 4 * E + row / 2 * E + first_of_pair<apart>(t) + row % 2 * apart;
 }
 
 // The column of a that row `row` of sums n of a transposed a belongs to.
@@ -66,7 +66,7 @@ inline void load_pairs(threadgroup const vec<U, 2>* from, thread vec<U, 2> (&to)
 template <int D, int W = 1, typename Source, typename U, int C>
 inline void multiply_rows(
     thread Tile<float, C, 1>& sums, Source a, uint first, uint rows, threadgroup const vec<U, 2>* b, uint lane) {
-  constexpr int E = Source::size;
+  constexpr int E = Source::Values::size;
 #pragma unroll
   for (int part = 0; part < D / (4 * E); ++part) {
     if constexpr (W > 1) {
@@ -84,7 +84,8 @@ inline void multiply_rows(
         for (int w = 0; w < W; ++w) {
 #pragma unroll
           for (int c = 0; c < C; ++c) {
-            const vec<U, 2> pair = vec<U, 2>(element(a, runs[c], 2 * (t + w)), element(a, runs[c], 2 * (t + w) + 1));
+            const vec<U, 2> pair =
+                vec<U, 2>(Source::element(runs[c], 2 * (t + w)), Source::element(runs[c], 2 * (t + w) + 1));
             sums.at[c][0] = multiply_tiles<U>(pair, right[w], sums.at[c][0]);
           }
         }
@@ -96,7 +97,7 @@ inline void multiply_rows(
             a.load(min(first + c * 8 + tile_row(lane), rows - 1), part * 4 + tile_column(lane) / 2);
 #pragma unroll
         for (int t = 0; t < E / 2; ++t) {
-          const vec<U, 2> pair = vec<U, 2>(element(a, run, 2 * t), element(a, run, 2 * t + 1));
+          const vec<U, 2> pair = vec<U, 2>(Source::element(run, 2 * t), Source::element(run, 2 * t + 1));
           sums.at[c][0] = multiply_tiles<U>(pair, b[(part * E / 2 + t) * 32 + lane], sums.at[c][0]);
         }
       }
@@ -109,7 +110,7 @@ inline void multiply_rows(
 template <bool guarded, typename Source, typename U, int C, int N>
 inline bool multiply_transposed(
     thread Tile<float, N, 1>& sums, Source a, uint first, uint rows, thread const Tile<U, C, 1>& b, uint lane) {
-  constexpr int E = Source::size;
+  constexpr int E = Source::Values::size;
   bool finite = true;
 #pragma unroll
   for (int c = 0; c < C; ++c) {
@@ -121,7 +122,7 @@ inline bool multiply_transposed(
       const typename Source::Run lower = a.load(min(row + 1, rows - 1), own);
 #pragma unroll
       for (int e = 0; e < E; ++e) {
-        vec<U, 2> pair = vec<U, 2>(element(a, upper, e), element(a, lower, e));
+        vec<U, 2> pair = vec<U, 2>(Source::element(upper, e), Source::element(lower, e));
         if (guarded) {
           const bool finite_upper = is_finite(pair.x);
           const bool finite_lower = is_finite(pair.y);
@@ -139,7 +140,7 @@ inline bool multiply_transposed(
 template <typename Source, typename U, int C, int N>
 inline void add_not_finite(
     thread Tile<float, N, 1>& sums, Source a, uint first, uint rows, thread const Tile<U, C, 1>& b, uint lane) {
-  constexpr int E = Source::size;
+  constexpr int E = Source::Values::size;
 #pragma unroll
   for (int c = 0; c < C; ++c) {
 #pragma unroll 1
@@ -150,7 +151,7 @@ inline void add_not_finite(
         const typename Source::Run run = a.load(min(first + c * 8 + row, rows - 1), part * 8 + tile_row(lane));
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-          const U value = element(a, run, e);
+          const U value = Source::element(run, e);
           thread float2& sum = sums.at[part * E + e][0];
           sum.x = is_finite(value) || weights.x == U(0) ? sum.x : fma(float(weights.x), float(value), sum.x);
           sum.y = is_finite(value) || weights.y == U(0) ? sum.y : fma(float(weights.y), float(value), sum.y);

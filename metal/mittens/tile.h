@@ -65,6 +65,17 @@ inline vec<T, 2> element_of_both(uint first, uint second, int i) {
   }
 }
 
+// Which columns of a and rows of b meet in a product is free as long as both agree. Lanes load runs of neighbours, and
+// schedules follow one of two rules:
+//
+//   pairs    each of the four lanes that hold a row has a run of it: matrix t has two elements of each run,
+//            first_of_pair<apart>(t) and the one `apart` behind
+//   singles  each of eight lanes has a run: matrix t has element t of each
+template <int apart>
+constexpr int first_of_pair(int t) {
+  return t / apart * 2 * apart + t % apart;
+}
+
 // Lane `from`'s pair; two elements of half a word as one word, since Metal shuffles no bfloat.
 template <typename T>
 inline vec<T, 2> shuffled(vec<T, 2> own, ushort from) {

@@ -40,6 +40,14 @@ struct TokenRows {
   int64_t batch;
   int64_t head;
   int64_t token;
+
+#ifdef __METAL_VERSION__
+  // The place of a row: from 0 on, or from a pointer on.
+  template <typename From>
+  static From at(From from, TokenRows rows, uint batch, uint head, uint token) {
+    return from + rows.start + batch * rows.batch + head * rows.head + token * rows.token;
+  }
+#endif
 };
 
 struct AttentionParams {

@@ -30,19 +30,19 @@ struct AheadShape {
 
 // Pair t of a run, and element e of the runs of two rows, as operands.
 template <typename U, typename Source>
-inline vec<U, 2> pair_of_row(Source a, typename Source::Run run, int t) {
-  return vec<U, 2>(U(element(a, run, 2 * t)), U(element(a, run, 2 * t + 1)));
+inline vec<U, 2> pair_of_row(Source, typename Source::Run run, int t) {
+  return vec<U, 2>(U(Source::element(run, 2 * t)), U(Source::element(run, 2 * t + 1)));
 }
 
 template <typename U, typename Source>
-inline vec<U, 2> pair_of_rows(Source a, typename Source::Run upper, typename Source::Run lower, int e) {
-  return vec<U, 2>(U(element(a, upper, e)), U(element(a, lower, e)));
+inline vec<U, 2> pair_of_rows(Source, typename Source::Run upper, typename Source::Run lower, int e) {
+  return vec<U, 2>(U(Source::element(upper, e)), U(Source::element(lower, e)));
 }
 
 // Runs of 8 C rows of D columns that are on their way: the lane's, as multiply_rows takes them.
 template <int D, typename Source, int C>
 struct LoadedRows {
-  typename Source::Run at[C][D / (4 * Source::size)];
+  typename Source::Run at[C][D / (4 * Source::Values::size)];
 };
 
 template <int D, typename Source, int C>
@@ -50,7 +50,7 @@ inline void load_rows(thread LoadedRows<D, Source, C>& to, Source a, uint first,
 #pragma unroll
   for (int c = 0; c < C; ++c) {
 #pragma unroll
-    for (int part = 0; part < D / (4 * Source::size); ++part) {
+    for (int part = 0; part < D / (4 * Source::Values::size); ++part) {
       to.at[c][part] = a.load(min(first + c * 8 + tile_row(lane), rows - 1), part * 4 + tile_column(lane) / 2);
     }
   }
@@ -61,7 +61,7 @@ template <int D, typename Source, typename U, int C, int B>
 inline void multiply_loaded(
     thread Tile<float, C, 1> (&sums)[B], Source a, thread const LoadedRows<D, Source, C>& loaded,
     threadgroup const vec<U, 2>* b, uint lane) {
-  constexpr int E = Source::size;
+  constexpr int E = Source::Values::size;
 #pragma unroll
   for (int part = 0; part < D / (4 * E); ++part) {
 #pragma unroll
@@ -83,7 +83,7 @@ inline void multiply_loaded(
 // The same as multiply_transposed takes them, of 8 C rows of 8 N columns.
 template <int N, typename Source, int C>
 struct LoadedColumns {
-  typename Source::Run at[C][N / Source::size][2];
+  typename Source::Run at[C][N / Source::Values::size][2];
 };
 
 template <int N, typename Source, int C>
@@ -92,7 +92,7 @@ inline void load_columns(thread LoadedColumns<N, Source, C>& to, Source a, uint 
   for (int c = 0; c < C; ++c) {
     const uint row = first + c * 8 + tile_column(lane);
 #pragma unroll
-    for (int part = 0; part < N / Source::size; ++part) {
+    for (int part = 0; part < N / Source::Values::size; ++part) {
       const uint own = part * 8 + tile_row(lane);
       to.at[c][part][0] = a.load(min(row, rows - 1), own);
       to.at[c][part][1] = a.load(min(row + 1, rows - 1), own);
@@ -104,7 +104,7 @@ template <bool guarded, typename Source, typename U, int C, int N, int B>
 inline bool multiply_loaded_transposed(
     thread Tile<float, N, 1> (&sums)[B], Source a, thread const LoadedColumns<N, Source, C>& loaded,
     thread const Tile<U, C, 1> (&b)[B]) {
-  constexpr int E = Source::size;
+  constexpr int E = Source::Values::size;
   bool finite = true;
 #pragma unroll
   for (int part = 0; part < N / E; ++part) {
@@ -172,9 +172,9 @@ inline void load_next(
   }
 }
 
-template <typename Shape, typename T, typename Keys, typename Values>
+template <typename Shape, typename T, typename KeyRows, typename ValueRows>
 inline void attention_ahead(
-    const device T* queries, Keys keys, Values values, const device T* mask, const device T* sinks, device T* y,
+    const device T* queries, KeyRows keys, ValueRows values, const device T* mask, const device T* sinks, device T* y,
     device float* logsumexp, constant AttentionParams& params, AttentionPlace place, threadgroup float4* scratch,
     threadgroup AttentionRow* rows) {
   using Operand = typename Shape::Operand;
@@ -193,7 +193,7 @@ inline void attention_ahead(
       (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
 #pragma unroll
   for (int b = 0; b < B; ++b) {
-    stage_queries<Shape::width, Keys::size, PairOrder<Keys>::apart>(
+    stage_queries<Shape::width, KeyRows::Values::size, PairOrder<KeyRows>::apart>(
         q + b * (Shape::width / 8) * 32, queries, block_of(place, b), worker, workers, params);
   }
   rows += place.simdgroup * Shape::rows;
@@ -208,7 +208,7 @@ inline void attention_ahead(
     softmax[b] = first_state<T>(sinks, block_of(place, b), params, worker);
   }
   uint key = next_seen<B, C>(range.begin + worker * keys_at_once, step, range, rows, mask, params, place.lane);
-  LoadedRows<Shape::width, Keys, C> next_keys;
+  LoadedRows<Shape::width, KeyRows, C> next_keys;
   load_next<Shape::width>(next_keys, keys, key, range, params, place);
 #pragma unroll 1
   while (key < range.end) {
@@ -220,7 +220,7 @@ inline void attention_ahead(
     for (int b = 0; b < B; ++b) {
       fill(scores[b], 0.0f);
     }
-    LoadedColumns<N, Values, C> own_values;
+    LoadedColumns<N, ValueRows, C> own_values;
     load_columns(own_values, values, key, params.keys, place.lane);
     multiply_loaded<Shape::width>(scores, keys, next_keys, q, place.lane);
     load_next<Shape::width>(next_keys, keys, next, range, params, place);
@@ -252,7 +252,7 @@ inline void attention_ahead(
       merge_simdgroups(sums[b], softmax[b], (threadgroup float2*)scratch, place);
     }
     if (!shares_keys || place.simdgroup + 1 == place.simdgroups) {
-      write_rows<Values::size>(sums[b], softmax[b], y, logsumexp, rows + b * kQueryRows, place, params);
+      write_rows<ValueRows::Values::size>(sums[b], softmax[b], y, logsumexp, rows + b * kQueryRows, place, params);
     }
   }
 }

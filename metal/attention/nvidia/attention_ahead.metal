@@ -11,26 +11,17 @@ using namespace mittens;
 
 template <typename T, int D, Share share, int B, int C>
 [[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_dense_ahead(
-    const device T* queries [[buffer(0)]],    // [batch, heads, queries, D]
-    const device T* keys [[buffer(1)]],       // [batch, key_heads, keys, D]
-    const device T* values [[buffer(2)]],     // [batch, key_heads, keys, D]
-    const device T* mask [[buffer(3)]],       // [batch, heads, queries, keys], or of bools
-    const device T* sinks [[buffer(4)]],      // [heads]
+    dense_attention_inputs,
     device T* y [[buffer(5)]],                // [batch, heads, queries, D], or float partial results
     device float* logsumexp [[buffer(6)]],    // [batch, heads, queries]
     constant AttentionParams& params [[buffer(7)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Shape = AheadShape<T, D, share, B, C>;
-  constexpr int most = 16 / sizeof(T);
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[Shape::rows * Shape::simdgroups];
   const AttentionPlace place = place_ahead<Shape>(group, lane, simdgroup, simdgroups, params);
   attention_ahead<Shape>(
-      queries, head_of<T, run_size(D, 4, most)>(keys, params.key, place, 0),
-      head_of<T, run_size(D, 8, most)>(values, params.value, place, 0), mask,
+      queries, keys_of<Shape>(keys, params, place), values_of<Shape>(values, params, place), mask,
       sinks, y, logsumexp, params, place, scratch, rows);
 }
 

@@ -11,34 +11,18 @@ using namespace mittens;
 
 template <typename T, int bits, int D, Share share, int B, int C>
 [[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_packed_ahead(
-    const device T* queries [[buffer(0)]],         // [batch, heads, queries, D]
-    const device uint* keys [[buffer(1)]],         // [batch, key_heads, keys, D * bits / 32]
-    const device T* key_scales [[buffer(2)]],      // [batch, key_heads, keys, groups]
-    const device T* key_biases [[buffer(3)]],
-    const device uint* values [[buffer(4)]],       // [batch, key_heads, keys, D * bits / 32]
-    const device T* value_scales [[buffer(5)]],
-    const device T* value_biases [[buffer(6)]],
-    const device T* mask [[buffer(7)]],            // [batch, heads, queries, keys], or of bools
-    const device T* sinks [[buffer(8)]],           // [heads]
+    packed_attention_inputs,
     device T* y [[buffer(9)]],                     // [batch, heads, queries, D], or float partial results
     device float* logsumexp [[buffer(10)]],        // [batch, heads, queries]
     constant AttentionParams& params [[buffer(11)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Shape = AheadShape<T, D, share, B, C>;
-  constexpr int most = 128 / bits < 32 ? 128 / bits : 32;  // 16 bytes, and no more than a group
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[Shape::rows * Shape::simdgroups];
   const AttentionPlace place = place_ahead<Shape>(group, lane, simdgroup, simdgroups, params);
   attention_ahead<Shape>(
-      queries,
-      AffinePairs<T, bits, run_size(D, 4, most)>{head_of<T, bits, run_size(D, 4, most)>(
-          keys, key_scales, key_biases, params.key, params.key_scale, params.key_bias, params.group_shift, place)},
-      AffinePairs<T, bits, run_size(D, 8, most)>{head_of<T, bits, run_size(D, 8, most)>(
-          values, value_scales, value_biases, params.value, params.value_scale, params.value_bias, params.group_shift,
-          place)},
+      queries, pairs_of(keys_of<Shape, bits>(keys, key_scales, key_biases, params, place)),
+      pairs_of(values_of<Shape, bits>(values, value_scales, value_biases, params, place)),
       mask, sinks, y, logsumexp, params, place, scratch, rows);
 }
 

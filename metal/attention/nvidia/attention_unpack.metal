@@ -33,7 +33,7 @@ template <typename T, int bits>
   float values[E];
 #pragma unroll
   for (int i = 0; i < E; ++i) {
-    values[i] = float(element(rows, run, i));
+    values[i] = float(rows.element(run, i));
   }
   const size_t head = size_t(group.z) * params.heads + group.y;
   store_neighbours<T, E>(y + head * params.tokens * params.width + size_t(at) * E, values);

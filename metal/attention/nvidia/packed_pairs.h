@@ -1,5 +1,5 @@
 // Packed keys and values as operands on NVIDIA GPUs: both integers of a pair are unpacked at once, as halves, and in float16
-// scaled at once. attention/packed.h's element does it one by one.
+// scaled at once. Affine does it one by one.
 #pragma once
 
 #include "attention/packed.h"
@@ -7,28 +7,32 @@
 
 namespace mittens {
 
-// A source as Affine is one.
+// Rows whose runs hold scale and bias in one register.
 template <typename T, int bits, int E>
 struct AffinePairs {
   using Operand = T;
-  using Integers = typename Affine<T, bits, E>::Integers;
+  using Single = Affine<T, bits, E>;
+  using Values = typename Single::Values;
   struct Run {
-    Integers integers;
-    uint affine;  // scale and bias, in one register
+    typename Single::Integers integers;
+    uint affine;
   };
-  static constant constexpr int size = E;
-  Affine<T, bits, E> rows;
+  Single rows;
 
   Run load(uint row, uint part) const {
-    const typename Affine<T, bits, E>::Run run = rows.load(row, part);
+    const typename Single::Run run = rows.load(row, part);
     return Run{run.integers, as_type<uint>(vec<T, 2>(run.scale, run.bias))};
+  }
+
+  static T element(Run run, int i) {
+    const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
+    return Single::element(typename Single::Run{run.integers, affine.x, affine.y}, i);
   }
 };
 
 template <typename T, int bits, int E>
-inline T element(AffinePairs<T, bits, E> a, typename AffinePairs<T, bits, E>::Run run, int i) {
-  const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
-  return element(a.rows, typename Affine<T, bits, E>::Run{run.integers, affine.x, affine.y}, i);
+inline AffinePairs<T, bits, E> pairs_of(Affine<T, bits, E> rows) {
+  return AffinePairs<T, bits, E>{rows};
 }
 
 // Elements of a run that stand at the same place of both halves of a word make a pair.

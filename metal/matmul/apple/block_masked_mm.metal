@@ -29,7 +29,7 @@ template <typename T, int MB, int outputs, bool scaled>
     device T* y [[buffer(5)]],                    // [matrices, rows, outputs]
     constant BlockMaskedParams& params [[buffer(6)]],
     thread_of_tiles) {
-  using Source = DenseRows<T, (outputs == 32 ? 4 : 16 / int(sizeof(T)))>;
+  using Source = Dense<T, (outputs == 32 ? 4 : 16 / int(sizeof(T)))>;
   using Operand = TileOperand<T, Source>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
   const MaskedPlace at = MaskedPlace::of(group, 8 * MB, params);
@@ -37,7 +37,7 @@ template <typename T, int MB, int outputs, bool scaled>
     return;
   }
   const uint first_output = group.y * outputs;
-  const Source matrix[1] = {{w + at.of_w, params.weight_stride}};
+  const Source matrix[1] = {Source::of(w + at.of_w, params.weight_stride)};
   multiply_by_tiles<1, MB, kSimdgroupOutputs / 8, outputs / kSimdgroupOutputs>(
       RowsOfX<T>{x + at.of_x, params.columns, params.rows - at.first_row}, matrix, x, y + at.of_y, first_output, params,
       staged, thread_at, lane,
@@ -54,7 +54,7 @@ template <typename T, int rows, int E, int simdgroups, bool scaled>
     device T* y [[buffer(5)]],                    // [matrices, rows, outputs]
     constant BlockMaskedParams& params [[buffer(6)]],
     thread_of_tiles) {
-  using Source = DenseRows<T, E>;
+  using Source = Dense<T, E>;
   using Shape = TransposedTile<T, Source, rows, simdgroups>;
   threadgroup typename Shape::U staged[rows * Shape::row];
   const MaskedPlace at = MaskedPlace::of(group, rows, params);
@@ -63,7 +63,7 @@ template <typename T, int rows, int E, int simdgroups, bool scaled>
   }
   const uint first_output = group.y * Shape::outputs;
   multiply_by_transposed_tiles<rows, simdgroups>(
-      RowsOfX<T>{x + at.of_x, params.columns, params.rows - at.first_row}, Source{w + at.of_w, params.weight_stride}, x,
+      RowsOfX<T>{x + at.of_x, params.columns, params.rows - at.first_row}, Source::of(w + at.of_w, params.weight_stride), x,
       y + at.of_y, first_output, params, staged, thread_at, lane,
       MaskedColumns<T, scaled>::of(mask_of_x, mask_of_w, mask_of_y, at.matrix, at.first_row, first_output, params));
 }

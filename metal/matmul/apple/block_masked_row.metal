@@ -114,9 +114,7 @@ template <typename T, bool scaled>
     const device uchar* mask_of_y [[buffer(4)]],  // [matrices, blocks of outputs]
     device T* y [[buffer(5)]],                    // [matrices, outputs]
     constant BlockMaskedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    lane_of_simdgroup) {
   constexpr int W = pack_size<T>();
   constexpr int ahead = 8;  // rows of w on their way at once
   constexpr int workers = kOutputSimdgroups * (32 / kMaskedLanes);  // on the same outputs, each with a row of w

@@ -33,14 +33,9 @@ template <typename T, BlockKind kind, int MB>
   const Source matrix[1] = {{blocks, params.row_bytes, 0}};
   multiply_by_tiles<1, MB, NB>(
       RowsOfX<T>{x + size_t(first_row) * params.columns, params.columns, params.rows - first_row}, matrix, bias,
-      y + size_t(first_row) * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane);
+      y + size_t(first_row) * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane,
+      TileColumns<false>{params.columns});
 }
 
 instantiate_kinds("block_matmul_tiles", "_32", gguf_tiles, 4)
-
-// Common kinds.
-instantiate_types("block_matmul_tiles_q4_0_64", gguf_tiles, q4_0, 8)
-instantiate_types("block_matmul_tiles_q8_0_64", gguf_tiles, q8_0, 8)
-instantiate_types("block_matmul_tiles_q4_k_64", gguf_tiles, q4_k, 8)
-instantiate_types("block_matmul_tiles_q5_k_64", gguf_tiles, q5_k, 8)
-instantiate_types("block_matmul_tiles_q6_k_64", gguf_tiles, q6_k, 8)
+instantiate_common_kinds("block_matmul_tiles", "_64", gguf_tiles, 8)

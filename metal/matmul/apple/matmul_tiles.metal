@@ -25,16 +25,17 @@ template <typename T, int MB>
     constant GemvParams& params [[buffer(4)]],
     thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
-  using Operand = TileOperand<T, DenseRows<T>>;
+  using Operand = TileOperand<T, Dense<T>>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
   const uint first_row = (group.z * kTileBand + group.x) * (8 * MB);
   if (first_row >= params.rows) {
     return;
   }
-  const DenseRows<T> matrix[1] = {{w, params.weight_stride}};
+  const Dense<T> matrix[1] = {Dense<T>::of(w, params.weight_stride)};
   multiply_by_tiles<1, MB, NB>(
       RowsOfX<T>{x + size_t(first_row) * params.columns, params.columns, params.rows - first_row}, matrix, bias,
-      y + size_t(first_row) * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane);
+      y + size_t(first_row) * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane,
+      TileColumns<false>{params.columns});
 }
 
 template <int rows>
@@ -45,7 +46,7 @@ template <int rows>
     device bfloat* y [[buffer(3)]],           // [rows, outputs]
     constant GemvParams& params [[buffer(4)]],
     thread_of_tiles) {
-  using Shape = TransposedTile<bfloat, DenseRows<bfloat>, rows>;
+  using Shape = TransposedTile<bfloat, Dense<bfloat>, rows>;
   threadgroup float staged[rows * Shape::row];
   const uint first_row = (group.z * kTileBand + group.x) * rows;
   if (first_row >= params.rows) {
@@ -53,8 +54,8 @@ template <int rows>
   }
   multiply_by_transposed_tiles<rows>(
       RowsOfX<bfloat>{x + size_t(first_row) * params.columns, params.columns, params.rows - first_row},
-      DenseRows<bfloat>{w, params.weight_stride}, bias, y + size_t(first_row) * params.outputs, group.y * Shape::outputs,
-      params, staged, thread_at, lane);
+      Dense<bfloat>::of(w, params.weight_stride), bias, y + size_t(first_row) * params.outputs, group.y * Shape::outputs,
+      params, staged, thread_at, lane, TileColumns<false>{params.columns});
 }
 
 instantiate_types("matmul_tiles_32", matmul_tiles, 4)

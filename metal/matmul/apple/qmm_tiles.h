@@ -4,9 +4,9 @@
 // all of the rows with outputs of their own. So only x goes through threadgroup memory, and weights are unpacked once
 // for all rows, in the registers of the lane that multiplies them.
 //
-// A step is eight runs of columns. The lanes that hold row r of the right-hand matrices load run r of two outputs, and
-// matrix u has element u of each run. Column r of the left-hand matrices is of run r: x is staged with the elements of
-// two runs in turn, so that a lane loads neighbours. A step may be staged in parts, the same elements of each run.
+// A step is eight runs of columns, which meet by singles (mittens/tile.h): the lanes that hold row r of the
+// right-hand matrices load run r of two outputs. x is staged with the elements of two runs in turn, so that a lane loads
+// neighbours. A step may be staged in parts, the same elements of each run.
 //
 // Weights for halves are multiplied as halves where these have their range; all others as floats, so that bfloat16 is
 // widened once, when x is staged.
@@ -329,16 +329,6 @@ inline void multiply_by_tiles(
       }
     }
   }
-}
-
-// The same over all columns.
-template <int N, int MB, int NB, typename T, typename Source, typename Params>
-inline void multiply_by_tiles(
-    RowsOfX<T> x, thread const Source (&w)[N], const device T* bias, device T* y, uint first_output,
-    constant Params& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at,
-    uint lane) {
-  multiply_by_tiles<N, MB, NB>(
-      x, w, bias, y, first_output, params, staged, thread_at, lane, TileColumns<false>{x.columns});
 }
 
 }  // namespace mittens

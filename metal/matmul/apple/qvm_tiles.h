@@ -21,7 +21,7 @@ struct TransposedTile {
   static constant constexpr int along_rows = rows / (8 * MB);                     // simdgroups
   static constant constexpr int outputs = simdgroups / along_rows * (4 * size);  // of the threadgroup
   static constant constexpr bool is_dense = IsDense<Source>::value;
-  static constant constexpr bool is_wide = is_dense && sizeof(typename Source::Values::Words) > 16;
+  static constant constexpr bool is_wide = is_dense && sizeof(typename Source::Run) > 16;
   static constant constexpr bool is_long = !is_dense && TileOperand<T, Source>::halves && size == 8;
   static constant constexpr int step = is_long ? 64 : is_wide ? 16 : 32;          // rows of weights
   static constant constexpr int row = step + 4;                                        // of staged x
@@ -172,15 +172,6 @@ inline void multiply_by_transposed_tiles(
       }
     }
   }
-}
-
-// The same over all columns.
-template <int rows, typename T, typename Source, typename Params>
-inline void multiply_by_transposed_tiles(
-    RowsOfX<T> x, Source w, const device T* bias, device T* y, uint first_output, constant Params& params,
-    threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane) {
-  multiply_by_transposed_tiles<rows>(
-      x, w, bias, y, first_output, params, staged, thread_at, lane, TileColumns<false>{x.columns});
 }
 
 }  // namespace mittens

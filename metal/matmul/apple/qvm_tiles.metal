@@ -34,7 +34,7 @@ template <typename T, QuantizedFormat F, int rows>
   multiply_by_transposed_tiles<rows>(
       RowsOfX<T>{x + before * params.columns, params.columns, params.rows - first_row},
       Rows::of(w, w_scales, w_biases, params, index), bias, y + before * params.outputs, group.y * Shape::outputs,
-      params, staged, thread_at, lane);
+      params, staged, thread_at, lane, TileColumns<false>{params.columns});
 }
 
 instantiate_formats("quantized_matmul_qvm_tiles", "_32", qvm_tiles, 32)

@@ -35,7 +35,8 @@ template <typename T, QuantizedFormat F, int MB>
   const device T* no_bias = nullptr;
   multiply_by_tiles<2, MB, NB>(
       RowsOfX<T>{x + size_t(first_row) * params.columns, params.columns, params.rows - first_row}, matrices, no_bias,
-      y + size_t(first_row) * params.outputs, group.y * (kTileOutputs / 2), params, staged, thread_at, lane);
+      y + size_t(first_row) * params.outputs, group.y * (kTileOutputs / 2), params, staged, thread_at, lane,
+      TileColumns<false>{params.columns});
 }
 
 instantiate_formats("quantized_swiglu_qmm_tiles", "_32", swiglu_tiles, 4)

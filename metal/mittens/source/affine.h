@@ -2,6 +2,7 @@
 // scale and bias shared by a group of k.
 #pragma once
 
+#include "mittens/source.h"
 #include "mittens/source/integers.h"
 
 namespace mittens {
@@ -62,6 +63,48 @@ struct AffineRows {
     result.matrix.scales_stride = alone ? 0 : matrix.scales_stride;
     result.matrix.biases_stride = alone ? 0 : matrix.biases_stride;
     return result;
+  }
+};
+
+// Rows of 4 or 8 bits of a head, as elements one by one: runs may be shorter than a word.
+template <typename T, int bits, int E>
+struct Affine {
+  using Operand = typename OperandOf<T>::type;
+  using Integers = typename Words<E * bits / 8>::type;
+  struct Run {
+    Integers integers;
+    T scale;
+    T bias;
+  };
+  struct Values {
+    static constant constexpr int size = E;
+  };
+  const device Integers* integers;
+  const device T* scales;
+  const device T* biases;
+  uint start;   // runs
+  uint stride;
+  uint scales_start;
+  uint scales_stride;
+  uint biases_start;
+  uint biases_stride;
+  uint group_shift;  // a group is 1 << group_shift integers
+
+  Run load(uint row, uint part) const {
+    const uint group = part * E >> group_shift;
+    return Run{
+        integers[start + row * stride + part], scales[scales_start + row * scales_stride + group],
+        biases[biases_start + row * biases_stride + group]};
+  }
+
+  static Operand element(Run run, int i) {
+    constexpr int of_word = 32 / bits;
+    const uint word = word_of(run.integers, i / of_word);
+    if constexpr (is_same_v<T, half>) {
+      return fma(half_integer<bits>(word, i % of_word), run.scale, run.bias);
+    } else {
+      return Operand(fma(float_integer<bits>(word, i % of_word), float(run.scale), float(run.bias)));
+    }
   }
 };
 

@@ -1,52 +1,67 @@
-// Rows of weights as they are, as a source of products by tiles.
+// Rows of elements as they are.
 #pragma once
 
-#include <metal_stdlib>
-
-using namespace metal;
+#include "mittens/source.h"
 
 namespace mittens {
 
-// A matrix whose rows begin on 16 bytes. E: columns of a run, of 8, 16 or 32 bytes.
+// Rows that begin on whole loads. E: columns of a run, which is one load of 2 to 16 bytes or several of 16.
 template <typename T, int E = 16 / sizeof(T)>
-struct DenseRows {
+struct Dense {
+  using Operand = typename OperandOf<T>::type;
   struct Values {
     static constant constexpr int size = E;
-    static constant constexpr int words = E * sizeof(T) > 16 ? 4 : E * sizeof(T) / 4;  // of a load
-    struct Words {
-      vec<uint, words> at[E * sizeof(T) / 4 / words];
-    };
   };
   static constant constexpr bool has_bias = false;
   static constant constexpr bool fits_half = is_same_v<T, half>;
+  static constant constexpr int of_load = E * sizeof(T) > 16 ? 16 / sizeof(T) : E;  // columns
+  static constant constexpr int loads = E / of_load;
+  using Load = typename Words<of_load * sizeof(T)>::type;
   struct Run {
-    typename Values::Words words;
+    Load at[loads];
   };
-  const device T* w;
-  uint stride;  // elements from row to row
+  const device Load* from;
+  uint start;   // loads
+  uint stride;  // loads from row to row
 
-  Run load(uint row, uint more, uint column) const {
+  Run at(uint index) const {
     Run run;
-    constexpr int words = Values::words;
-    const device vec<uint, words>* from = (const device vec<uint, words>*)(w + (row * stride + more * stride + column));
 #pragma unroll
-    for (int i = 0; i < E * int(sizeof(T)) / 4 / words; ++i) {
-      run.words.at[i] = from[i];
+    for (int i = 0; i < loads; ++i) {
+      run.at[i] = from[index + i];
     }
     return run;
   }
 
-  // As products take it: bfloat is widened.
-  static conditional_t<is_same_v<T, half>, half, float> element(Run run, int i) {
-    const int at = i * int(sizeof(T)) / 4;
-    const uint word = run.words.at[at / Values::words][at % Values::words];
-    if constexpr (is_same_v<T, float>) {
-      return as_type<float>(word);
-    } else if constexpr (is_same_v<T, half>) {
-      return as_type<half2>(word)[i % 2];
+  Run load(uint row, uint part) const {
+    return at(start + row * stride + part * loads);
+  }
+
+  Run load(uint row, uint more, uint column) const {
+    return at(start + row * stride + more * stride + column / of_load);
+  }
+
+  // Element i as it is in memory.
+  static T value(Run run, int i) {
+    if constexpr (sizeof(T) == 4) {
+      return as_type<T>(word_of(run.at[i / of_load], i % of_load));
     } else {
+      return as_type<vec<T, 2>>(word_of(run.at[i / of_load], i % of_load / 2))[i % 2];
+    }
+  }
+
+  static Operand element(Run run, int i) {
+    if constexpr (is_same_v<T, Operand>) {
+      return value(run, i);
+    } else {
+      const uint word = word_of(run.at[i / of_load], i % of_load / 2);
       return as_type<float>(i % 2 ? word & 0xffff0000u : word << 16);
     }
+  }
+
+  // A matrix whose rows are `stride` elements from each other.
+  static Dense of(const device T* w, uint stride) {
+    return {(const device Load*)w, 0, stride / of_load};
   }
 };
 
@@ -55,7 +70,7 @@ struct IsDense {
   static constant constexpr bool value = false;
 };
 template <typename T, int E>
-struct IsDense<DenseRows<T, E>> {
+struct IsDense<Dense<T, E>> {
   static constant constexpr bool value = true;
 };
 

@@ -499,3 +499,11 @@ struct BlockRows {
   instantiate_types(name "_iq4_xs" suffix, function, iq4_xs, ##__VA_ARGS__)         \
   instantiate_types(name "_mxfp4" suffix, function, block_mxfp4, ##__VA_ARGS__)     \
   instantiate_types(name "_nvfp4" suffix, function, block_nvfp4, ##__VA_ARGS__)
+
+// Of the common ones.
+#define instantiate_common_kinds(name, suffix, function, ...)                      \
+  instantiate_types(name "_q4_0" suffix, function, q4_0, ##__VA_ARGS__)             \
+  instantiate_types(name "_q8_0" suffix, function, q8_0, ##__VA_ARGS__)             \
+  instantiate_types(name "_q4_k" suffix, function, q4_k, ##__VA_ARGS__)             \
+  instantiate_types(name "_q5_k" suffix, function, q5_k, ##__VA_ARGS__)             \
+  instantiate_types(name "_q6_k" suffix, function, q6_k, ##__VA_ARGS__)

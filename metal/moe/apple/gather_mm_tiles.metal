@@ -20,7 +20,7 @@ template <typename T, int MB, int fewest = 1>
     constant GatherQmmParams& params [[buffer(5)]],
     thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
-  using Source = DenseRows<T>;
+  using Source = Dense<T>;
   using Operand = TileOperand<T, Source>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
   const ExpertTile tile = ExpertTile::of(tiles, rows, group.z * kTileBand + group.x);
@@ -29,7 +29,9 @@ template <typename T, int MB, int fewest = 1>
   }
   const uint expert = min(tile.expert, params.pairs.matrices - 1);
   const Source matrix[1] = {
-      {w + matrix_offset(params.weights.batch, params.weights.weight_strides, expert), params.weights.weight_stride}};
+      Source::of(
+          w + matrix_offset(params.weights.batch, params.weights.weight_strides, expert),
+          params.weights.weight_stride)};
   const device T* const no_biases[1] = {x};
   multiply_expert_tile<fewest, MB, NB>(
       x, matrix, no_biases, y, tile, group.y * kTileOutputs, params, staged, thread_at, lane);
