@@ -21,10 +21,7 @@ template <typename T>
     const device uint* inputs [[buffer(3)]],    // [pairs]
     device T* y [[buffer(4)]],                  // [pairs, rows, outputs]
     constant GatherMmParams& params [[buffer(5)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr int R = kGatherOutputs;
   constexpr int W = pack_size<T>();
   const uint first = (group.x * simdgroups + simdgroup) * R;

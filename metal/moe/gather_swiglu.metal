@@ -40,12 +40,7 @@ template <typename T, QuantizedFormat F>
     const typename Rows::Source both[2] = {
         Rows::of(gate, gate_scales, gate_biases, params.weights, pair.matrix).at(outputs.first, outputs.alone),
         Rows::of(up, up_scales, up_biases, params.weights, pair.matrix).at(outputs.first, outputs.alone)};
-    float addend = 0;
-    if (params.weights.has_bias && at.position < C) {
-      const uint output = outputs.first + (outputs.alone ? 0 : at.position % R);
-      const device T* bias = at.position < R ? gate_bias : up_bias;
-      addend = float(bias[size_t(pair.matrix) * params.weights.outputs + output]);
-    }
+    const float addend = gated_addend<R>(gate_bias, up_bias, pair.matrix, true, params.weights, outputs, at.position);
     float totals[C];
     multiply_rows<2, R, 1>(rows, both, at, totals);
 #pragma unroll

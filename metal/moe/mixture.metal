@@ -50,28 +50,8 @@ template <typename T, QuantizedFormat F>
   const bool own = i == params.route.k;  // the shared expert's
   if (!own) {
     if (thread_at.y == 0 && thread_at.x < 32) {
-      score_experts(logits + size_t(token) * params.route.experts, router_bias, params.route, lane, scores, keys);
-      const bool is_writer = group.x == 0 && i == 0;
-      const uint rounds = is_writer ? params.route.k : place_of(i, params.route) + 1;
-      uint chosen = 0;  // by this lane's place
-      uint expert = 0;
-      for (uint n = 0; n < rounds; ++n) {
-        const uint index = take_expert(keys, params.route, lane);
-        const uint place = place_of(n, params.route);
-        chosen = lane == place ? index : chosen;
-        expert = i == place ? index : expert;
-      }
-      if (lane == 0) {
-        found[0] = expert;
-      }
-      simdgroup_barrier(mem_flags::mem_threadgroup);  // scores are other lanes'
-      if (is_writer) {
-        const float weight = weight_of_chosen(scores, chosen, params.route, lane);
-        if (lane < params.route.k) {
-          indices[token * params.route.k + lane] = chosen;
-          weights[token * params.route.k + lane] = T(weight);
-        }
-      }
+      find_expert(
+          logits, router_bias, indices, weights, token, i, group.x, params.route, lane, scores, keys, found);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -87,12 +67,7 @@ template <typename T, QuantizedFormat F>
       Rows::of(own ? shared_up : up, own ? shared_up_scales : up_scales, own ? shared_up_biases : up_biases, shape,
                expert)
           .at(outputs.first, outputs.alone)};
-  float addend = 0;
-  if (shape.has_bias && !own && at.position < C) {
-    const uint output = outputs.first + (outputs.alone ? 0 : at.position % R);
-    const device T* bias = at.position < R ? gate_bias : up_bias;
-    addend = float(bias[size_t(expert) * shape.outputs + output]);
-  }
+  const float addend = gated_addend<R>(gate_bias, up_bias, expert, !own, shape, outputs, at.position);
   float totals[C];
   multiply_rows<2, R, 1>(rows, both, at, totals);
 #pragma unroll

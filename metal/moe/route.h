@@ -100,4 +100,35 @@ inline float weight_of_chosen(
   return weight * params.scale;
 }
 
+// Finds the expert of place i of a token, by one simdgroup of each block of outputs. That of the first block and place finds
+// all of them, and writes them and their weights [tokens, chosen].
+template <typename T>
+inline void find_expert(
+    const device T* logits, const device float* bias, device uint* indices, device T* weights, uint token, uint i,
+    uint block, constant RouteParams& params, uint lane, threadgroup float* scores, threadgroup uint* keys,
+    threadgroup uint* found) {
+  score_experts(logits + size_t(token) * params.experts, bias, params, lane, scores, keys);
+  const bool is_writer = block == 0 && i == 0;
+  const uint rounds = is_writer ? params.k : place_of(i, params) + 1;
+  uint chosen = 0;  // by this lane's place
+  uint expert = 0;
+  for (uint n = 0; n < rounds; ++n) {
+    const uint index = take_expert(keys, params, lane);
+    const uint place = place_of(n, params);
+    chosen = lane == place ? index : chosen;
+    expert = i == place ? index : expert;
+  }
+  if (lane == 0) {
+    found[0] = expert;
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);  // scores are other lanes'
+  if (is_writer) {
+    const float weight = weight_of_chosen(scores, chosen, params, lane);
+    if (lane < params.k) {
+      indices[token * params.k + lane] = chosen;
+      weights[token * params.k + lane] = T(weight);
+    }
+  }
+}
+
 }  // namespace mittens

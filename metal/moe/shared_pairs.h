@@ -7,6 +7,20 @@
 
 namespace mittens {
 
+// The bias that a thread adds to its sums of gate and up, R each: one of them, where there are any.
+template <int R, typename T>
+inline float gated_addend(
+    const device T* gate_bias, const device T* up_bias, uint expert, bool is_expert, constant QuantizedParams& params,
+    OwnOutputs outputs, uint position) {
+  float addend = 0;
+  if (params.has_bias && is_expert && position < 2 * R) {
+    const uint output = outputs.first + (outputs.alone ? 0 : position % R);
+    const device T* bias = position < R ? gate_bias : up_bias;
+    addend = float(bias[size_t(expert) * params.outputs + output]);
+  }
+  return addend;
+}
+
 // Of a sum of gate, in the lower half of the lanes; the upper half has those of up.
 inline float gated_product(float sum, uint lane, constant GatherQmmParams& params) {
   // Comparisons, which leave a NaN as it is.
