@@ -53,9 +53,7 @@ template <typename T>
     device T* y [[buffer(5)]],                   // [batch, steps, heads, rows]
     device float* state_out [[buffer(6)]],       // [batch, heads, rows, columns]
     constant LinearAttentionParams& params [[buffer(7)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    lane_of_simdgroup) {
   const StatePlace place = state_place(group, simdgroup, lane, params.state);
   const uint value_stride = params.state.heads * params.state.rows;
   const float decay = params.has_decays ? number(decays, params.decay_type, place.head) : params.decay;

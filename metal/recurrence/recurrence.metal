@@ -77,9 +77,7 @@ template <typename T>
     device T* y [[buffer(7)]],                   // [batch, steps, heads, rows]
     device float* state_out [[buffer(8)]],       // [batch, heads, rows, columns]
     constant RecurrenceParams& params [[buffer(9)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    lane_of_simdgroup) {
   const StatePlace place = state_place(group, simdgroup, lane, params.state);
   GivenNumbers<T> numbers(gates, rates, mask, y, params, place);
   over_steps(q, k, v, state_in, state_out, numbers, params.state, place);

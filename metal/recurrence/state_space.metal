@@ -76,9 +76,7 @@ template <typename T>
     device T* y [[buffer(9)]],                   // [batch, steps, heads, rows], of float32 where wide_y says so
     device float* state_out [[buffer(10)]],      // [batch, heads, rows, columns]
     constant StateSpaceParams& params [[buffer(11)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    lane_of_simdgroup) {
   const StatePlace place = state_place(group, simdgroup, lane, params.state);
   const size_t at = size_t(place.sequence) * params.state.steps * params.state.heads + place.head;
   const float bias = number(dt_bias, params.dt_bias_type, place.head);
