@@ -16,6 +16,7 @@ struct TokenConvolution {
 
 struct ShortConvToken {
   size_t batch;
+  size_t tokens;
   size_t channels;
   size_t taps;
 };
@@ -49,9 +50,9 @@ struct SsmTokenInputs {
 };
 
 void short_conv_token(Type type, const ShortConvToken& shape,
-                      const void* projected,  // [batch, 3 * channels]
+                      const void* projected,  // [batch, tokens, 3 * channels]
                       const TokenConvolution& convolution,
-                      void* y);  // [batch, channels]
+                      void* y);  // [batch, tokens, channels]
 
 // The state may be written in place.
 void ssm_token(Type type, const SsmToken& shape, const SsmTokenInputs& inputs,

@@ -13,7 +13,8 @@ enum {
   kStateSimdgroups = 4,  // of a threadgroup
   kMostTokenRows = 512,  // of a state, where one threadgroup has a token of a head
   kTokenSimdgroups = 16,  // of that threadgroup, at most
-  kShortConvThreads = 128  // of a threadgroup of short_conv_token
+  kShortConvThreads = 128,  // of a threadgroup of short_conv_token
+  kShortConvTokens = 16  // of a thread, where there are several
 };
 
 // Of the numbers of an array.
@@ -95,7 +96,8 @@ struct ShortConvTokenParams {
   uint32_t channels;
   uint32_t taps;
   uint32_t has_bias;
-  uint32_t in_place;  // whether the state is
+  uint32_t in_place;  // whether the state is; not with several tokens
+  uint32_t tokens;
 };
 
 struct LinearAttentionParams {

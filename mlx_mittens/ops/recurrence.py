@@ -307,12 +307,13 @@ def short_conv_token(
         window = concatenate([conv_state, [b * x]])
         y = c * ((window * conv_weight.T).sum(1) + conv_bias)
 
-    All is computed in float32, but for ``b * x``, which is rounded as the state keeps it; ``y`` is rounded once. The
-    state is written in place if nobody else needs it. Gradients are those of mx operations.
+    Several tokens, as of a prompt, are one launch too. All is computed in float32, but for ``b * x``, which is rounded
+    as the state keeps it; ``y`` is rounded once. With one token the state is written in place if nobody else needs it.
+    Gradients are those of mx operations.
 
     Args:
-        projected (array): ``b``, ``c`` and ``x`` side by side, of shape ``[batch, 3 * channels]``; float32, float16 or
-            bfloat16.
+        projected (array): ``b``, ``c`` and ``x`` side by side, of shape ``[batch, 3 * channels]`` or
+            ``[batch, tokens, 3 * channels]``; float32, float16 or bfloat16.
         conv_state (array): The convolution's inputs of the tokens before, the last one last, of shape
             ``[batch, taps - 1, channels]``.
         conv_weight (array): Of shape ``[channels, taps]``, or ``[channels, taps, 1]`` as ``mlx.nn.Conv1d`` has it.
@@ -320,8 +321,8 @@ def short_conv_token(
         stream (optional): Stream or device to run on.
 
     Returns:
-        tuple: ``y`` of shape ``[batch, channels]`` and the type of ``projected``, and the next ``conv_state``, of the
-        type of the one given.
+        tuple: ``y`` of the shape of ``projected``, but for ``channels`` last, and of its type, and the next
+        ``conv_state``, of the type of the one given.
 
     Raises:
         DtypeError: An argument is not of a floating-point type named above.

@@ -1,7 +1,8 @@
 """Layers of mlx-lm's models that keep a state in the place of keys and values, one token at a time.
 
-A function here computes what the call of a known class does, and gives None where that is to be called: for prompts,
-masks, lengths, states that are not there yet, and sharded layers. `targets` names the classes by what their calls do.
+LFM2's take prompts too. A function here computes what the call of a known class does, and gives None where that is to
+be called: for other prompts, masks, lengths, states that are not there yet, and sharded layers. `targets` names the
+classes by what their calls do.
 """
 
 from __future__ import annotations
@@ -161,15 +162,23 @@ def kimi_delta(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
 
 
 def lfm2_convolution(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
-    """mlx_lm.models.lfm2.ShortConv."""
+    """mlx_lm.models.lfm2.ShortConv, of a token or a prompt."""
     conv = layer["conv"]
-    if not _is_one_token(x, mask, cache, 1) or not _has_own_channels(conv):
+    if x.ndim != 3 or x.shape[1] == 0 or mask is not None or cache is None or _ext.exporting():
         return None
+    if cache.lengths is not None or not _has_own_channels(conv):
+        return None
+    batch, tokens, _ = x.shape
+    weight = conv["weight"]
     (projected,) = products(x, [layer["in_proj"]], alone=True)
+    state = cache[0]
+    if state is None:
+        state = mx.zeros((batch, weight.shape[1] - 1, weight.shape[0]), projected.dtype)
     bias = conv["bias"] if "bias" in conv else None
-    y, cache[0] = _ext.short_conv_token(projected.reshape(x.shape[0], -1), cache[0], conv["weight"], bias)
-    cache.advance(1)
-    return cast(mx.array, layer["out_proj"](y.reshape(x.shape[0], 1, -1)))
+    inputs = projected.reshape(batch, -1) if tokens == 1 else projected
+    y, cache[0] = _ext.short_conv_token(inputs, state, weight, bias)
+    cache.advance(tokens)
+    return cast(mx.array, layer["out_proj"](y.reshape(batch, tokens, -1)))
 
 
 def _norm_of(layer: Any) -> Callable[[mx.array], mx.array] | None:

@@ -18,7 +18,7 @@ from .recurrence import exact_state_space
 class ShortConvTokenOp(Op):
     """Projections, the convolution's state and weights. Biases are tested beside the table.
 
-    The shape of a case is ``(batch, taps, channels)``.
+    The shape of a case is ``(batch, taps, channels)``, with the number of tokens behind where there are several.
     """
 
     smallest = (1, 2, 3)
@@ -27,11 +27,11 @@ class ShortConvTokenOp(Op):
         return 1
 
     def updated(self, case: Case) -> Mapping[int, int]:
-        return {1: 1}
+        return {1: 1} if len(case.shape) == 3 else {}
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
-        batch, taps, channels = case.shape
-        return [(batch, 3 * channels), (batch, taps - 1, channels), (channels, taps)]
+        batch, taps, channels, *tokens = case.shape
+        return [(batch, *tokens, 3 * channels), (batch, taps - 1, channels), (channels, taps)]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
         numbers = [rng.standard_normal(shape, dtype=np.float32) for shape in self.shapes(case)]
@@ -49,12 +49,16 @@ class ShortConvTokenOp(Op):
 def exact_short_conv_token(
     projected: np.ndarray, conv_state: np.ndarray, conv_weight: np.ndarray, conv_bias: np.ndarray | float = 0.0
 ) -> list[Exact]:
-    """A token of a short convolution by its definition, in float64: y, and the next state."""
-    b, c, x = np.split(projected, 3, axis=-1)
-    window = np.concatenate([conv_state, (b * x)[:, None]], 1)
-    products = window * conv_weight.reshape(len(conv_weight), -1).T
-    size = np.abs(c) * (np.abs(products).sum(1) + np.abs(conv_bias))
-    return [Exact(c * (products.sum(1) + conv_bias), size), Exact(window[:, 1:])]
+    """A token of a short convolution by its definition, or several, in float64: y, and the next state."""
+    batch, channels = projected.shape[0], len(conv_weight)
+    b, c, x = np.split(projected.reshape(batch, -1, 3 * channels), 3, axis=-1)
+    tokens, weight = x.shape[1], conv_weight.reshape(channels, -1)
+    window = np.concatenate([conv_state, b * x], 1)
+    products = np.stack([window[:, j : j + tokens] * weight[:, j] for j in range(weight.shape[1])], 2)
+    size = np.abs(c) * (np.abs(products).sum(2) + np.abs(conv_bias))
+    shape = (*projected.shape[:-1], channels)
+    y = c * (products.sum(2) + conv_bias)
+    return [Exact(y.reshape(shape), size.reshape(shape)), Exact(window[:, tokens:])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +143,11 @@ def exact_ssm_token(
 
 def _short_conv_token_twin(projected, conv_state, conv_weight):
     """As mlx-lm's `ShortConv` has it, in mx operations."""
-    b, c, x = mx.split(projected[:, None], 3, axis=-1)
+    rows = projected[:, None] if projected.ndim == 2 else projected
+    b, c, x = mx.split(rows, 3, axis=-1)
     window = mx.concatenate([conv_state, b * x], axis=1)
     y = c * mx.conv1d(window, conv_weight[..., None], groups=window.shape[-1])
-    return y[:, 0], mx.contiguous(window[:, 1:])
+    return y.reshape(*projected.shape[:-1], -1), mx.contiguous(window[:, rows.shape[1] :])
 
 
 def _ssm_token_twin(projected, conv_state, conv_weight, conv_bias, a_log, d, dt_bias, state):
@@ -173,9 +178,10 @@ TOKEN_LAYER_OPS: tuple[Op, ...] = (
         ours=recurrence.short_conv_token,
         twin=_short_conv_token_twin,
         twin_text="mlx-lm's `ShortConv` between its projections",
-        summary="one token of a gated short convolution with its state, as LFM2 has it",
-        # Channels of one threadgroup and of several, that fill them and that do not.
-        tests=cases_for_tests((1, 3, 200), (2, 4, 33), (3, 2, 3), (1, 3, 257)),
+        summary="a gated short convolution with its state, as LFM2 has it, of a token or a prompt",
+        # Channels of one threadgroup and of several, that fill them and that do not; tokens of one thread and of more.
+        tests=cases_for_tests((1, 3, 200), (2, 4, 33), (3, 2, 3), (1, 3, 257), (2, 3, 130, 16), (2, 3, 33, 37))
+        + cases_for_tests((1, 3, 5, 1), (1, 5, 9, 2), (2, 4, 33, 33)),
         cases=(
             Case("LFM2 1.2B", (1, 3, 2048), quick=True),
             Case("LFM2 1.2B, 8 sequences", (8, 3, 2048)),

@@ -30,6 +30,55 @@ def test_a_convolution_with_a_bias(rng, executor, dtype, taps):
         assert_near(ours, one.value, name, max(4 * SUMS, units(2, dtype)))
 
 
+@pytest.mark.parametrize("taps", [1, 2, 3, 4])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 40])
+def test_several_tokens(rng, executor, dtype, taps, tokens):
+    """Fewer than a window, and more than one thread has; with a bias."""
+    arrays = [*draw(CONVOLUTION, rng, 2, taps, 130, tokens, dtype=dtype), numbers(rng, 130).astype(dtype)]
+    exact = exact_short_conv_token(*map(specs.widen, arrays))
+    mx.eval(arrays)
+    for name, ours, one in zip(("y", "conv_state"), mm.short_conv_token(*arrays), exact, strict=True):
+        assert ours.dtype == dtype and ours.shape == one.value.shape
+        assert_near(ours, one.value, name, max(4 * SUMS, units(2, dtype)))
+
+
+def test_several_tokens_are_each_alone(rng, executor, dtype):
+    projected, past, weight = draw(CONVOLUTION, rng, 2, 3, 70, 21, dtype=dtype)
+    together, state = mm.short_conv_token(projected, past, weight)
+    each = []
+    for t in range(21):
+        y, past = mm.short_conv_token(projected[:, t], past, weight)
+        mx.eval(y, past)
+        each.append(y)
+    assert_near(together, mx.stack(each, 1), "y", max(4 * SUMS, units(2, dtype)))
+    assert_same_bits(state, past, "conv_state")
+
+
+def test_no_tokens(rng, executor):
+    _, past, weight = draw(CONVOLUTION, rng, 2, 3, 70)
+    y, state = mm.short_conv_token(mx.zeros((2, 0, 210)), past, weight)
+    assert y.shape == (2, 0, 70)
+    assert_same_bits(state, past, "conv_state")
+
+
+def test_transformations_of_several_tokens(rng, executor):
+    arrays = [draw(CONVOLUTION, rng, 2, 3, 20, 5) for _ in range(2)]
+    stacked = [mx.stack(both) for both in zip(*arrays)]
+    for name, ours, *each in zip(
+        ("y", "conv_state"), mx.vmap(mm.short_conv_token)(*stacked), *(mm.short_conv_token(*a) for a in arrays)
+    ):
+        assert_near(ours, mx.stack(each), name, SUMS)
+    sums = lambda function: lambda *a: sum((y * y).sum() for y in function(*a))
+    gradients = (mx.grad(sums(f), argnums=(0, 1, 2))(*arrays[0]) for f in (mm.short_conv_token, CONVOLUTION.twin))
+    for ours, expected in zip(*gradients, strict=True):
+        assert_near(ours, expected, "gradient", 4 * SUMS)
+    compiled = mx.compile(lambda *a: mm.short_conv_token(*a), shapeless=True)
+    for tokens in (3, 5, 18):
+        some = draw(CONVOLUTION, rng, 2, 3, 20, tokens)
+        for ours, expected in zip(compiled(*some), CONVOLUTION.twin(*some), strict=True):
+            assert_near(ours, expected, f"{tokens} tokens", 4 * SUMS)
+
+
 @pytest.mark.parametrize("taps", [1, 2, 4, 5])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_space_with_options(rng, executor, taps, has_bias):

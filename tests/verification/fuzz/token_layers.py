@@ -26,19 +26,22 @@ def short_conv_token(draw: Draw) -> Case:
     batch, channels, taps = draw.pick((1, 1, 2, 3)), draw.size(draw.limit(1100, 300)), draw.pick((2, 3, 3, 3, 4))
     dtype, has_bias = draw.dtype(), draw.chance(0.5)
     channels = max(channels, 1)
-    arrays = [draw.array(draw.numbers((batch, 3 * channels)), dtype)]
+    tokens = [] if draw.chance(0.6) else [draw.pick((0, 1, 2, 5, 16, 17, 33))]
+    arrays = [draw.array(draw.numbers((batch, *tokens, 3 * channels)), dtype)]
     arrays += _convolution(draw, batch, channels, taps, has_bias, dtype)
 
     def in_type_of(projected, past, weight, bias=None):
-        b, c, x = mx.split(projected, 3, axis=-1)
-        window = mx.concatenate([past, (b * x)[:, None]], axis=1)
-        total = (window * weight.T).sum(1)
-        return c * (total if bias is None else total + bias), window[:, 1:]
+        b, c, x = mx.split(projected if tokens else projected[:, None], 3, axis=-1)
+        count = x.shape[1]
+        window = mx.concatenate([past, b * x], axis=1)
+        total = sum(window[:, j : j + count] * weight[:, j] for j in range(taps))
+        y = c * (total if bias is None else total + bias)
+        return y if tokens else y[:, 0], window[:, count:]
 
     def of_mx(*given):
-        b, _, x = mx.split(given[0], 3, axis=-1)
-        y, past = in_type_of(*(each.astype(mx.float32) for each in given))
-        return y.astype(dtype), mx.concatenate([past[:, :-1].astype(dtype), (b * x)[:, None]], axis=1)
+        b, _, x = mx.split(given[0] if tokens else given[0][:, None], 3, axis=-1)
+        y, _ = in_type_of(*(each.astype(mx.float32) for each in given))
+        return y.astype(dtype), mx.concatenate([given[1], b * x], axis=1)[:, x.shape[1] :]
 
     def by_definition() -> list[Exact]:
         return exact_short_conv_token(*map(to_float64, arrays))

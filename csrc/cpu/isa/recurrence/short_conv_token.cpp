@@ -13,27 +13,30 @@ void channels_of(const ShortConvToken& shape, const T* projected, const TokenCon
                  size_t first, size_t n, T* y) {
   const size_t state_at = sequence * (shape.taps - 1) * shape.channels;
   const auto channels = static_cast<int64_t>(shape.channels);
-  const Convolution<T> convolution = {(const T*)all.before + state_at,
-                                      (const T*)all.weight,
-                                      (const T*)all.bias,
-                                      (T*)all.after + state_at,
-                                      channels,
-                                      channels,
-                                      shape.taps};
+  Convolution<T> convolution = {(const T*)all.before + state_at,
+                                (const T*)all.weight,
+                                (const T*)all.bias,
+                                (T*)all.after + state_at,
+                                channels,
+                                channels,
+                                shape.taps};
   const Scratch memory(convolution.memory_of(n) + padded_width(n));
   float* sums = memory.data() + convolution.memory_of(n);
-  const T* b = projected + sequence * 3 * shape.channels + first;
-  const T* c = b + shape.channels;
-  const T* x = c + shape.channels;
-  alignas(64) T products[channels_of_task];
-  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
-    store_in_order(products + i, load_in_order(b + i, part) * load_in_order(x + i, part), part);
-  });
-  convolve(convolution, first, products, n, true, memory.data(), sums, [](Float sum) MITTENS_INLINED { return sum; });
-  T* out = y + sequence * shape.channels + first;
-  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
-    store_in_order(out + i, load_in_order(c + i, part) * read<Float>(sums + i, All()), part);
-  });
+  for (size_t token = sequence * shape.tokens; token < (sequence + 1) * shape.tokens; ++token) {
+    const T* b = projected + token * 3 * shape.channels + first;
+    const T* c = b + shape.channels;
+    const T* x = c + shape.channels;
+    alignas(64) T products[channels_of_task];
+    each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
+      store_in_order(products + i, load_in_order(b + i, part) * load_in_order(x + i, part), part);
+    });
+    convolve(convolution, first, products, n, true, memory.data(), sums, [](Float sum) MITTENS_INLINED { return sum; });
+    T* out = y + token * shape.channels + first;
+    each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
+      store_in_order(out + i, load_in_order(c + i, part) * read<Float>(sums + i, All()), part);
+    });
+    convolution.before = convolution.after;
+  }
 }
 
 }  // namespace
@@ -43,7 +46,7 @@ void short_conv_token(Type type, const ShortConvToken& shape, const void* projec
   with_type(type, [&](auto t) {
     using T = decltype(t);
     const size_t tasks = ceil_divide(shape.channels, channels_of_task);
-    parallel_for(shape.batch * tasks, tasks_of_piece, [&](size_t begin, size_t end) {
+    parallel_for(shape.batch * tasks, ceil_divide(tasks_of_piece, shape.tokens), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
         const size_t first = i % tasks * channels_of_task;
         channels_of(shape, (const T*)projected, convolution, i / tasks, first,
