@@ -271,7 +271,8 @@ instantiate_gemv(2)
 instantiate_gemv(4)
 instantiate_gemv(8)
 instantiate_types("gemv_rows_single_16x2", gemv_rows, false, 16, 2)
-// Of more rows in packs matmul/gemv_tiles.metal has all.
+// Of more rows in packs matmul/gemv_tiles.metal has all, but for exact products.
 instantiate_types("gemv_rows_pack_1x4", gemv_rows, true, 1, 4)
 instantiate_types("gemv_rows_pack_2x4", gemv_rows, true, 2, 4)
 instantiate_types("gemv_rows_pack_4x4", gemv_rows, true, 4, 4)
+instantiate_types("gemv_rows_pack_8x4", gemv_rows, true, 8, 4)

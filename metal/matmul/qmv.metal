@@ -23,14 +23,15 @@ template <typename T, QuantizedFormat F, int M>
     device T* y [[buffer(5)]],           // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
     thread_of_plane) {
-  using Rows = QuantizedRows<T, F, run_columns(M)>;
-  threadgroup float partials[kProductSimdgroups * kRowOutputs * M];
+  using Rows = QuantizedRows<T, F, kRunColumns>;
+  constexpr int R = row_outputs(M, sizeof(T));
+  threadgroup float partials[kProductSimdgroups * R * M];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const uint first_row = group.y * M;
   const size_t rows_before = size_t(group.z) * params.rows + first_row;
   const RowsOfX<T> rows = {x + rows_before * params.columns, params.columns, params.rows - first_row};
   const typename Rows::Source matrix[1] = {Rows::of(w, w_scales, w_biases, params, group.z)};
-  multiply_by_rows<M>(rows, matrix, bias, y, rows_before, group.x * threads.y + thread_at.y, params, at, partials);
+  multiply_by_rows<M, R>(rows, matrix, bias, y, rows_before, group.x * threads.y + thread_at.y, params, at, partials);
 }
 
 template <typename T, QuantizedFormat F>
@@ -45,7 +46,7 @@ template <typename T, QuantizedFormat F>
     device float* squares [[buffer(9)]],        // [blocks], of the sum
     constant QuantizedParams& params [[buffer(10)]],
     thread_of_plane) {
-  using Rows = QuantizedRows<T, F, run_columns(1)>;
+  using Rows = QuantizedRows<T, F, kRunColumns>;
   constexpr int R = kRowOutputs;
   threadgroup float partials[kProductSimdgroups * R];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
@@ -64,8 +65,5 @@ template <typename T, QuantizedFormat F>
 
 // Several rows of rare formats go by matrices (matmul/qmm.metal).
 instantiate_formats("quantized_matmul_qmv", "_1", qmv, 1)
-instantiate_types("quantized_matmul_qmv_4bit_2", qmv, affine_4, 2)
-instantiate_types("quantized_matmul_qmv_4bit_4", qmv, affine_4, 4)
-instantiate_types("quantized_matmul_qmv_8bit_2", qmv, affine_8, 2)
-instantiate_types("quantized_matmul_qmv_8bit_4", qmv, affine_8, 4)
+instantiate_several("quantized_matmul_qmv", qmv)
 instantiate_common("quantized_matmul_sum", qmv_sum)

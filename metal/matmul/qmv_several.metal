@@ -53,7 +53,7 @@ template <typename T, QuantizedFormat F>
     several_matrices(ScaleOf<T, F>), several_biases(T),
     device T* y [[buffer(17)]],  // [all outputs]
     constant QuantizedMatmulsParams& params [[buffer(18)]], thread_of_plane) {
-  using Rows = QuantizedRows<T, F, run_columns(1)>;
+  using Rows = QuantizedRows<T, F, kRunColumns>;
   constexpr int R = kRowOutputs;
   threadgroup float partials[kProductSimdgroups * R];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
@@ -77,7 +77,7 @@ template <typename T, QuantizedFormat F>
     const device float* squares [[buffer(17)]],  // [blocks]
     device T* y [[buffer(18)]],                  // [all outputs]
     constant QuantizedMatmulsParams& params [[buffer(19)]], thread_of_plane) {
-  using Rows = QuantizedRows<T, F, run_columns(1)>;
+  using Rows = QuantizedRows<T, F, kRunColumns>;
   constexpr int R = kRowOutputs;
   threadgroup float partials[kProductSimdgroups * R];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};

@@ -79,3 +79,15 @@ using ScaleOf = typename QuantizedRows<T, F, 16>::Scale;
   instantiate_types(name "_4bit", function, affine_4, ##__VA_ARGS__)               \
   instantiate_types(name "_8bit", function, affine_8, ##__VA_ARGS__)               \
   instantiate_types(name "_mxfp4", function, mxfp4, ##__VA_ARGS__)
+
+// Of several rows of x.
+#define instantiate_several(name, function)                                        \
+  instantiate_types(name "_4bit_2", function, affine_4, 2)                         \
+  instantiate_types(name "_4bit_4", function, affine_4, 4)                         \
+  instantiate_types(name "_4bit_8", function, affine_4, 8)                         \
+  instantiate_types(name "_8bit_2", function, affine_8, 2)                         \
+  instantiate_types(name "_8bit_4", function, affine_8, 4)                         \
+  instantiate_types(name "_8bit_8", function, affine_8, 8)                         \
+  instantiate_types(name "_mxfp4_2", function, mxfp4, 2)                           \
+  instantiate_types(name "_mxfp4_4", function, mxfp4, 4)                           \
+  instantiate_types(name "_mxfp4_8", function, mxfp4, 8)

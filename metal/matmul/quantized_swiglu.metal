@@ -26,14 +26,18 @@ template <typename T, QuantizedFormat F, int M>
     constant QuantizedParams& params [[buffer(8)]],
     thread_of_plane) {
   using Rows = QuantizedRows<T, F, 16>;
-  threadgroup float partials[kProductSimdgroups * kRowOutputs * M];
+  constexpr int R = row_outputs(M, sizeof(T)) / 2;
+  threadgroup float partials[kProductSimdgroups * 2 * R * M];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const uint first_row = group.y * M;
-  const RowsOfX<T> rows = {x + size_t(first_row) * params.columns, params.columns, params.rows - first_row};
+  // Of one row there may be many threadgroups; of several the offset takes fewer registers than a pointer.
+  const RowsOfX<T> rows = {
+      M == 1 ? x + size_t(first_row) * params.columns : x, params.columns, params.rows - first_row,
+      M == 1 ? 0 : first_row * params.columns};
   const typename Rows::Source matrices[2] = {
       Rows::of(gate, gate_scales, gate_biases, params, 0), Rows::of(up, up_scales, up_biases, params, 0)};
   const device T* no_bias = nullptr;
-  multiply_by_rows<M>(rows, matrices, no_bias, y, first_row, group.x * threads.y + thread_at.y, params, at, partials);
+  multiply_by_rows<M, R>(rows, matrices, no_bias, y, first_row, group.x * threads.y + thread_at.y, params, at, partials);
 }
 
 template <typename T, QuantizedFormat F>
@@ -90,6 +94,5 @@ template <typename T, QuantizedFormat F>
 
 instantiate_formats("quantized_swiglu_qmv", "_1", swiglu_by_rows, 1)
 instantiate_formats("quantized_swiglu_qmm", "", swiglu_by_matrices)
-instantiate_types("quantized_swiglu_qmv_4bit_2", swiglu_by_rows, affine_4, 2)
-instantiate_types("quantized_swiglu_qmv_8bit_2", swiglu_by_rows, affine_8, 2)
+instantiate_several("quantized_swiglu_qmv", swiglu_by_rows)
 instantiate_common("quantized_swiglu_normed", normed_swiglu)

@@ -47,9 +47,11 @@ struct RowsOfX {
   const device T* x;  // 16-byte aligned
   uint columns;       // whole runs, from row to row too
   uint rows;
+  uint first = 0;     // where they begin
 
-  const device T* at(uint m, uint column) const {
-    return x + (min(m, rows - 1) * columns + column);
+  // Where elements of row m are, from where those of the row before are: an offset of each row would take a register.
+  uint offset(int m, uint column, uint before) const {
+    return m == 0 ? first + column : min(before + columns, first + column + (rows - 1) * columns);
   }
 };
 
@@ -59,12 +61,12 @@ constexpr float origin_of(int level) {
   return Values::base + Values::factor(level) * Values::middle;
 }
 
-// A lane's columns of M rows of x; their sums, and what sums of products of a level start from.
-template <typename Activation, typename Values, int M>
+// A lane's columns of a row of x; their sum, and what sums of products of a level start from.
+template <typename Activation, typename Values>
 struct RunOfX {
-  Activation x[M][Values::size];
-  float sum[M];
-  float start[M][Values::levels];
+  Activation x[Values::size];
+  float sum;
+  float start[Values::levels];
 };
 
 template <typename T, int E>
@@ -90,30 +92,25 @@ inline void load_run(const device T* p, thread typename ActivationOf<T>::type (&
   }
 }
 
-template <typename T, typename Values, int M, typename X>
-inline void load_x(thread const X& from, uint column, thread RunOfX<typename X::Activation, Values, M>& run) {
+template <typename Values, typename Element>
+inline void load_x(const device Element* from, thread RunOfX<typename ActivationOf<Element>::type, Values>& run) {
+  load_run<Element>(from, run.x);
+  float sums[Values::levels];
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
-    load_run<typename X::Element>(from.at(m, column), run.x[m]);
-    if constexpr (!is_same_v<T, float>) {
-      float sums[Values::levels];
+  for (int level = 0; level < Values::levels; ++level) {
+    sums[level] = 0;
+  }
 #pragma unroll
-      for (int level = 0; level < Values::levels; ++level) {
-        sums[level] = 0;
-      }
+  for (int i = 0; i < Values::size; ++i) {
+    thread float& sum = sums[Values::level(i)];
+    sum = fma(float(run.x[i]), Values::headroom, sum);
+  }
+  run.sum = 0;
 #pragma unroll
-      for (int i = 0; i < Values::size; ++i) {
-        thread float& sum = sums[Values::level(i)];
-        sum = fma(float(run.x[m][i]), Values::headroom, sum);
-      }
-      run.sum[m] = 0;
-#pragma unroll
-      for (int level = 0; level < Values::levels; ++level) {
-        const float origin = origin_of<Values>(level);
-        run.start[m][level] = origin == 0.0f ? 0.0f : -origin / Values::headroom * sums[level];
-        run.sum[m] += sums[level];
-      }
-    }
+  for (int level = 0; level < Values::levels; ++level) {
+    const float origin = origin_of<Values>(level);
+    run.start[level] = origin == 0.0f ? 0.0f : -origin / Values::headroom * sums[level];
+    run.sum += sums[level];
   }
 }
 
@@ -129,53 +126,69 @@ inline float weight_of(typename Source::Run run, half q, int i) {
   }
 }
 
-// totals[first + m] += x[m] * w over the columns of a run. In float32 the weights themselves are multiplied: there the
-// rounding of two large sums that cancel would show.
-template <typename T, typename Source, int M, typename Activation, int C>
-inline void add_products(
-    thread const RunOfX<Activation, typename Source::Values, M>& x, typename Source::Run run, int first,
-    thread float (&totals)[C]) {
+// totals[i * M + m] += x[m] * w[i] over the columns of a run, in float32: there the weights themselves are multiplied,
+// since the rounding of two large sums that cancel would show.
+template <typename Source, int C, int M, typename X>
+inline void add_weights(
+    thread const X& x, uint column, thread const typename Source::Run (&runs)[C], thread float (&totals)[C * M]) {
   using Values = typename Source::Values;
-  half q[Values::size];
-  Values::unpack(run.words, q);
-  if constexpr (is_same_v<T, float>) {
+  constexpr int E = M > 2 ? 4 : Values::size;  // columns whose elements of x registers hold
 #pragma unroll
-    for (int i = 0; i < Values::size; ++i) {
-      const float w = weight_of<Source>(run, q[i], i);
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        totals[first + m] = fma(w, x.x[m][i], totals[first + m]);
-      }
-    }
-  } else {
-    constexpr bool small = Values::headroom != 1.0f;
-    const float plain = Source::scale(run);
-    const float scale = small ? plain * (1 / Values::factor(0)) : plain;
-    const float bias =
-        Source::has_bias ? fma(Values::middle, plain, Source::bias(run)) * (1 / Values::headroom) : 0.0f;
+  for (int part = 0; part < Values::size; part += E) {
+    float rows[M][E];
+    uint of_row = 0;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      float sums[Values::levels];
+      of_row = x.offset(m, column + part, of_row);
+      load_run<typename X::Element>(x.x + of_row, rows[m]);
+    }
 #pragma unroll
-      for (int level = 0; level < Values::levels; ++level) {
-        sums[level] = x.start[m][level];
-      }
+    for (int c = 0; c < C; ++c) {
+      half q[Values::size];
+      Values::unpack(runs[c].words, q);
 #pragma unroll
-      for (int i = 0; i < Values::size; ++i) {
-        thread float& sum = sums[Values::level(i)];
-        sum = fma(float(q[i]), float(x.x[m][i]), sum);
-      }
-      if constexpr (Values::factor(0) != 1.0f && !small) {
-        sums[0] *= 1 / Values::factor(0);
-      }
+      for (int i = 0; i < E; ++i) {
+        const float w = weight_of<Source>(runs[c], q[part + i], part + i);
 #pragma unroll
-      for (int level = 1; level < Values::levels; ++level) {
-        sums[0] = fma(sums[level], 1 / Values::factor(level), sums[0]);
+        for (int m = 0; m < M; ++m) {
+          totals[c * M + m] = fma(w, rows[m][i], totals[c * M + m]);
+        }
       }
-      const float total = Source::has_bias ? fma(bias, x.sum[m], totals[first + m]) : totals[first + m];
-      totals[first + m] = fma(scale, sums[0], total);
     }
   }
+}
+
+// total += x * w over the columns of a run, of which q is unpacked.
+template <typename Source, typename Activation>
+inline void add_products(
+    thread const RunOfX<Activation, typename Source::Values>& x, typename Source::Run run,
+    thread const half (&q)[Source::Values::size], thread float& total) {
+  using Values = typename Source::Values;
+  constexpr bool small = Values::headroom != 1.0f;
+  const float plain = Source::scale(run);
+  const float scale = small ? plain * (1 / Values::factor(0)) : plain;
+  const float bias = Source::has_bias ? fma(Values::middle, plain, Source::bias(run)) * (1 / Values::headroom) : 0.0f;
+  float sums[Values::levels];
+#pragma unroll
+  for (int level = 0; level < Values::levels; ++level) {
+    sums[level] = x.start[level];
+  }
+#pragma unroll
+  for (int i = 0; i < Values::size; ++i) {
+    thread float& sum = sums[Values::level(i)];
+    sum = fma(float(q[i]), float(x.x[i]), sum);
+  }
+  if constexpr (Values::factor(0) != 1.0f && !small) {
+    sums[0] *= 1 / Values::factor(0);
+  }
+#pragma unroll
+  for (int level = 1; level < Values::levels; ++level) {
+    sums[0] = fma(sums[level], 1 / Values::factor(level), sums[0]);
+  }
+  if constexpr (Source::has_bias) {
+    total = fma(bias, x.sum, total);
+  }
+  total = fma(scale, sums[0], total);
 }
 
 // The outputs of a simdgroup: R from `first` on, of which those before `own` are another's. Where there are fewer than R
@@ -217,11 +230,25 @@ inline void multiply_rows(
     for (int i = 0; i < N * R; ++i) {
       runs[i] = w[i / R].load(0, i % R, column);
     }
-    RunOfX<typename X::Activation, Values, M> run;
-    load_x<T, Values, M>(x, column, run);
+    if constexpr (is_same_v<T, float>) {
+      add_weights<Source, N * R, M>(x, column, runs, totals);
+    } else {
+      half q[N * R][Values::size];
 #pragma unroll
-    for (int i = 0; i < N * R; ++i) {
-      add_products<T, Source, M>(run, runs[i], i * M, totals);
+      for (int i = 0; i < N * R; ++i) {
+        Values::unpack(runs[i].words, q[i]);
+      }
+      uint of_row = 0;
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        of_row = x.offset(m, column, of_row);
+        RunOfX<typename X::Activation, Values> run;
+        load_x<Values>(x.x + of_row, run);
+#pragma unroll
+        for (int i = 0; i < N * R; ++i) {
+          add_products<Source>(run, runs[i], q[i], totals[i * M + m]);
+        }
+      }
     }
   }
 }
@@ -267,11 +294,10 @@ inline T epilogue(thread const float (&sums)[N], const device T* bias, constant 
 
 // Writes what M rows of x give with the outputs of a simdgroup, which has block number `block` of them. y: from row
 // first_row of which on.
-template <int M, typename T, typename Source, int N, typename Params>
+template <int M, int R, typename T, typename Source, int N, typename Params>
 inline void multiply_by_rows(
     RowsOfX<T> rows, thread const Source (&w)[N], const device T* bias, device T* y, size_t first_row, uint block,
     constant Params& params, Sharing at, threadgroup float* partials) {
-  constexpr int R = kRowOutputs / N;
   constexpr int C = N * R * M;
   const OwnOutputs outputs = outputs_of<R>(params.outputs, block);
   Source own[N];

@@ -72,8 +72,8 @@ struct RowsOfPairs {
   uint first[M];  // element of each pair's row
   uint columns;
 
-  const device T* at(uint m, uint column) const {
-    return x + (first[m] + column);
+  uint offset(int m, uint column, uint) const {
+    return first[m] + column;
   }
 };
 

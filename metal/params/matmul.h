@@ -137,13 +137,16 @@ constexpr int lane_words(int bits, int rows) {
   return bits == 4 ? (rows == 1 ? 4 : rows <= 4 ? 2 : 1) : (rows <= 4 ? 4 : 2);
 }
 
-// Sums of a simdgroup for each row of x in products by rows (matmul/rows.h): its outputs, or half as many of each of two
-// matrices.
-enum { kRowOutputs = 4 };
+// Products by rows (matmul/rows.h).
+enum {
+  kRowOutputs = 4,     // of a simdgroup, or half as many of each of two matrices
+  kRunColumns = 16,    // that a lane takes at once: a sum's order does not depend on how many rows of x there are
+  kMostExactRows = 8,  // of x that kernels take at once
+};
 
-// Columns that a lane takes at once there, for so many rows of x.
-constexpr int run_columns(int rows) {
-  return rows <= 2 ? 16 : 8;
+// Outputs of a simdgroup for so many rows of x, in a type of that many bytes: fewer where registers would not do.
+constexpr int row_outputs(int rows, int bytes) {
+  return rows > 4 && bytes == 4 ? kRowOutputs / 2 : kRowOutputs;
 }
 
 // Of a simdgroup in products of several rows by matrices (matmul/matrices.h).

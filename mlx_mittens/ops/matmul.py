@@ -198,7 +198,8 @@ def quantized_matmul(
         bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else those of the mode.
         mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``, as ``mx.quantize`` has them.
         bias (array, optional): Offset of the result, of shape ``[outputs]``.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows then share no work.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. On Apple GPUs up to 16 rows share
+            their work all the same, if ``transpose``; elsewhere rows then share none.
         activations (str, optional): On a CPU ``"int8"`` lets the kernel round ``x`` to 8 bits, with a scale for each
             group or word of ``w``, where that is faster: with 4 or 8 bits in ``affine`` mode and ``transpose``. Results
             then err by about 0.6 percent, and by up to 3 where a few elements are much larger than the others,
@@ -304,7 +305,8 @@ def quantized_swiglu(
         bits (int, optional): As of `quantized_matmul`.
         mode (str): As of `quantized_matmul`.
         activation (str): ``swiglu``, or ``geglu``: ``nn.gelu_approx`` in the place of ``silu``, as in Gemma.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows then share no work.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. On Apple GPUs up to 16 rows share
+            their work all the same; elsewhere rows then share none.
         stream (optional): Stream or device to run on.
 
     Returns:

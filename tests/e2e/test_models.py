@@ -235,6 +235,30 @@ def test_exact_tokens_of_one_call_are_those_of_many(dtype, kind, converted, rng,
             assert mx.array_equal(logits(chunks), alone).item()
 
 
+@pytest.mark.parametrize("gpu", ["m2-max", "h200"])
+@pytest.mark.parametrize(
+    "name, dtype, bits",
+    [("llama-3.2-1b", mx.float16, 8), ("qwen3-0.6b", mx.bfloat16, None), ("qwen3-30b-a3b", mx.float16, 4)],
+    ids=str,
+)
+def test_exact_tokens_on_gpus(gpu, name, dtype, bits, rng):
+    """In the kernels of GPUs, a mixture of experts too: of a draft's tokens and of one token after the other."""
+    with mx.stream(mx.cpu):
+        model = tiny.build(name, dtype, bits)
+    tokens = mx.array(rng.integers(1, 300, size=(1, 16)).astype(np.int32))
+
+    def logits(chunks):
+        caches = [KVCache() for _ in model.layers]
+        results = []
+        for part in mx.split(tokens, chunks, axis=1):
+            results.append(model(part, cache=caches))
+            mx.eval(results[-1])
+        return mx.concatenate(results, axis=1)
+
+    with mm.patched(exact=True), mm.simulator.enabled(gpu=gpu):
+        assert mx.array_equal(logits([1, 3, 8]), logits(list(range(1, 16)))).item()
+
+
 def test_a_compiled_step(model, prompt):
     tokens = mx.array([prompt])
     expected = model(tokens)

@@ -169,7 +169,9 @@ class Gemv : public KernelPrimitive {
     } else if (transpose_) {
       // Tiles count elements between their rows of weights in 32 bits.
       const GemvWeights weights{packs, params.weight_stride < (1u << 27)};
-      const GemvPlan plan = plan_gemv(sizes, x.dtype(), weights, splits_of_workspace(outputs), stream());
+      const uint32_t most_splits = splits_of_workspace(outputs);
+      const GemvPlan plan = is_exact_of(sizes) ? plan_gemv_exact(sizes, x.dtype(), most_splits, stream())
+                                               : plan_gemv(sizes, x.dtype(), weights, most_splits, stream());
       if (plan.kernel == GemvKernel::short_row) {
         return in_order(short_launch(inputs, outputs[0], sizes, plan.loads));
       }
@@ -182,7 +184,7 @@ class Gemv : public KernelPrimitive {
         params.round_mask = std::bit_floor(params.rounds) - 1;
         launch.kernel = kernel_name(x.dtype(), op, "tiles_", plan.rows, "x", plan.outputs_per_group);
       } else {
-        constexpr uint32_t most_pack_rows = 4;  // of x, in kernels that load whole packs
+        constexpr uint32_t most_pack_rows = 8;  // of x, in kernels that load whole packs
         constexpr uint32_t fewest_simdgroups = 3;  // of a threadgroup, which takes time to start
         blocks = ceil_divide(fewest_simdgroups, plan.simdgroups);
         params.sharers = plan.simdgroups;
@@ -235,6 +237,10 @@ class Gemv : public KernelPrimitive {
     return sizes_of(inputs, transpose_);
   }
 
+  bool is_exact_of(const ProductSizes& sizes) const {
+    return exact_ && are_few_exact(sizes.rows);
+  }
+
   bool is_by_tiles(const Arrays& inputs) {
     return has_dense_tiles(sizes_of(inputs), transpose_, inputs[0].dtype(), stream());
   }
@@ -261,8 +267,15 @@ class Gemv : public KernelPrimitive {
 
   ColumnsPlan columns_plan(const mx::array& x, const ProductSizes& sizes, bool packs, uint32_t most_splits) {
     const uint32_t pack = pack_elements(x);
-    return plan_columns(product_problem(op, x.dtype(), false, sizes), sizes, {packs ? pack : 1, pack, kGemvColumnsRows},
-                        most_splits, stream());
+    const ColumnsKernels kernels{packs ? pack : 1, pack, kGemvColumnsRows};
+    const Problem problem = product_problem(op, x.dtype(), false, sizes);
+    if (!is_exact_of(sizes)) {
+      return plan_columns(problem, sizes, kernels, most_splits, stream());
+    }
+    ColumnsPlan plan = plan_columns(problem, {1, 1, sizes.columns, sizes.outputs}, kernels, most_splits, stream());
+    plan.rows = std::min<uint32_t>(std::bit_ceil(std::max(sizes.rows, 1u)), kGemvColumnsRows);
+    plan.row_blocks = ceil_divide(sizes.rows, plan.rows);
+    return plan;
   }
 
   uint32_t splits_of(const Arrays& inputs) {
@@ -271,6 +284,9 @@ class Gemv : public KernelPrimitive {
     }
     const ProductSizes sizes = sizes_of(inputs);
     const uint32_t most = may_split_ ? unlimited_splits : 1;
+    if (transpose_ && is_exact_of(sizes)) {
+      return plan_gemv_exact(sizes, inputs[0].dtype(), most, stream()).splits;
+    }
     // As if whole packs can be loaded, which shows only when the arrays are there.
     return transpose_ ? plan_gemv(sizes, inputs[0].dtype(), {}, most, stream()).splits
                       : columns_plan(inputs[0], sizes, true, most).splits;
@@ -279,7 +295,7 @@ class Gemv : public KernelPrimitive {
   const char* called_;
   bool transpose_;
   bool may_split_;
-  bool exact_ = is_exact();  // on a CPU
+  bool exact_ = is_exact();
 };
 
 // Whether a matrix that is there lies by columns, as the transpose of another does.
@@ -318,7 +334,8 @@ std::optional<mx::array> try_product(const char* called, const mx::array& x, con
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows && !has_dense_tiles(sizes, transpose, dtype, stream)) {
     return fallback(called, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  const char* reason = why_mx_gemv(sizes, transpose, dtype, stream);
+  const bool is_few_exact = is_exact() && are_few_exact(rows);
+  const char* reason = is_few_exact ? nullptr : why_mx_gemv(sizes, transpose, dtype, stream);
   if (prefer_mx(product_problem(op, dtype, transpose, sizes), reason, stream, called)) {
     return std::nullopt;
   }

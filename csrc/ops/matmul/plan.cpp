@@ -5,6 +5,7 @@
 
 #include "params/matmul.h"
 #include "runtime/array_layout.h"
+#include "runtime/numerics.h"
 #include "runtime/plan_table.h"
 
 namespace mittens {
@@ -354,32 +355,11 @@ uint32_t affine_number(const AffineFormat& format) {
   return ((static_cast<uint32_t>(format.mode) * 10 + format.bits) * 1000 + format.group_size) * 2 + format.transpose;
 }
 
-GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weights, uint32_t most_splits,
-                   mx::Stream stream) {
-  const Choice choice = calibrated(product_problem("gemv", dtype, true, sizes), stream);
-  const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
-  const uint32_t loads = short_loads(ceil_divide(sizes.columns, 16 / mx::size_of(dtype)));
-  const GemvShape tiles = gemv_tiles_shape(dtype, sizes.rows, sizes.outputs);
-  GemvPlan plan{};
-  plan.kernel = choose(gemv_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](GemvKernel kernel) {
-    switch (kernel) {
-      case GemvKernel::short_row:
-        return weights.packs && sizes.rows == 1 && loads > 0;
-      case GemvKernel::tiles:  // which have all of their outputs
-        return weights.packs && weights.short_strides && sizes.outputs >= tiles.outputs;
-      case GemvKernel::rows:
-        return true;
-    }
-    return false;
-  });
-  if (plan.kernel == GemvKernel::short_row) {
-    plan.rows = plan.splits = 1;
-    plan.columns_per_split = sizes.columns;
-    plan.simdgroups = plan.outputs_per_group = kShortSimdgroups;
-    plan.loads = loads;
-    return plan;
-  }
-  const GemvShape shape = plan.kernel == GemvKernel::tiles ? tiles : gemv_rows_shape(dtype, sizes.rows);
+namespace {
+
+// Shares the columns out to simdgroups and splits.
+void share_columns(GemvPlan& plan, const GemvShape& shape, const ProductSizes& sizes, uint32_t most_splits,
+                   const Gpu& gpu) {
   plan.rows = shape.rows;
   plan.outputs_per_group = shape.outputs;
   plan.chunk = shape.chunk;
@@ -406,6 +386,45 @@ GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weigh
   const uint32_t chunks_per_split = ceil_divide(chunks, splits);
   plan.splits = ceil_divide(chunks, chunks_per_split);
   plan.columns_per_split = chunks_per_split * shape.chunk;
+}
+
+}  // namespace
+
+GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weights, uint32_t most_splits,
+                   mx::Stream stream) {
+  const Choice choice = calibrated(product_problem("gemv", dtype, true, sizes), stream);
+  const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
+  const uint32_t loads = short_loads(ceil_divide(sizes.columns, 16 / mx::size_of(dtype)));
+  const GemvShape tiles = gemv_tiles_shape(dtype, sizes.rows, sizes.outputs);
+  GemvPlan plan{};
+  plan.kernel = choose(gemv_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](GemvKernel kernel) {
+    switch (kernel) {
+      case GemvKernel::short_row:
+        return weights.packs && sizes.rows == 1 && loads > 0;
+      case GemvKernel::tiles:  // which have all of their outputs
+        return weights.packs && weights.short_strides && sizes.outputs >= tiles.outputs;
+      case GemvKernel::rows:
+        return true;
+    }
+    return false;
+  });
+  if (plan.kernel == GemvKernel::short_row) {
+    plan.rows = plan.splits = 1;
+    plan.columns_per_split = sizes.columns;
+    plan.simdgroups = plan.outputs_per_group = kShortSimdgroups;
+    plan.loads = loads;
+    return plan;
+  }
+  const GemvShape shape = plan.kernel == GemvKernel::tiles ? tiles : gemv_rows_shape(dtype, sizes.rows);
+  share_columns(plan, shape, sizes, most_splits, gpu);
+  return plan;
+}
+
+GemvPlan plan_gemv_exact(const ProductSizes& sizes, mx::Dtype dtype, uint32_t most_splits, mx::Stream stream) {
+  GemvPlan plan{};
+  plan.kernel = GemvKernel::rows;
+  share_columns(plan, gemv_rows_shape(dtype, 1), {1, 1, sizes.columns, sizes.outputs}, most_splits, gpu_of(stream));
+  plan.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), uint32_t(kMostExactRows));
   return plan;
 }
 
@@ -445,7 +464,7 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu, 
   // Of fewer outputs than a simdgroup has each has a simdgroup.
   plan.output_blocks = sizes.outputs < outputs ? sizes.outputs : ceil_divide(sizes.outputs, outputs);
   const uint64_t blocks = std::max(uint64_t(plan.output_blocks) * plan.row_blocks * sizes.matrices, uint64_t(1));
-  const uint32_t steps = ceil_divide(sizes.columns, 32u * run_columns(static_cast<int>(plan.rows)));
+  const uint32_t steps = ceil_divide(sizes.columns, 32u * kRunColumns);
   // Half of what an Apple GPU's cores hold reads as fast, and has fewer sums to bring together.
   const uint64_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 2;
   const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(rows_registers(plan.rows));
@@ -461,11 +480,11 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, mx::Stream strea
 }
 
 bool multiplies_several(mx::Stream stream) {
-  return runs_apple_kernels(stream);
+  return runs_apple_kernels(stream) && !is_exact();
 }
 
 bool shares_norm(mx::Stream stream) {
-  return runs_apple_kernels(stream);
+  return runs_apple_kernels(stream) && !is_exact();
 }
 
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices) {
@@ -632,6 +651,17 @@ QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const Produ
   return plan;
 }
 
+namespace {
+
+// The outputs that simdgroups of matmul/qmv.metal and matmul/quantized_swiglu.metal have.
+void give_outputs(RowsPlan& plan, const AffineKernels& kernels, mx::Dtype dtype, const ProductSizes& sizes) {
+  const int all = row_outputs(static_cast<int>(plan.rows), static_cast<int>(mx::size_of(dtype)));
+  const uint32_t outputs = all / kernels.matrices;
+  plan.output_blocks = sizes.outputs < outputs ? sizes.outputs : ceil_divide(sizes.outputs, outputs);
+}
+
+}  // namespace
+
 AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
                        const ProductSizes& sizes, mx::Stream stream) {
   const Choice choice = calibrated(product_problem(kernels.op, dtype, affine_number(format), sizes), stream);
@@ -674,9 +704,44 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       break;
     case AffineKernel::rows:
       plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, gpu, most_rows);
+      give_outputs(plan.shared, kernels, dtype, sizes);
       break;
   }
   return plan;
+}
+
+AffinePlan plan_affine_exact(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
+                             const ProductSizes& sizes, mx::Stream stream) {
+  constexpr uint32_t tile_rows = 8;
+  const Gpu& gpu = gpu_of(stream);
+  AffinePlan plan{};
+  if (gpu.vendor == Gpu::Vendor::nvidia && has_affine_kernels(format)) {
+    const bool has_tiles = kernels.has_tiles && dtype != mx::float32;
+    plan.kernel = has_tiles ? AffineKernel::tiles : AffineKernel::nvidia_rows;
+    if (has_tiles) {
+      plan_affine_tiles(plan, format, {1, tile_rows, sizes.columns, sizes.outputs}, gpu);
+    } else {
+      plan_affine_nvidia_rows(plan, kernels, format, {1, 1, sizes.columns, sizes.outputs}, gpu);
+    }
+    return plan;
+  }
+  // Sharers as of one row; the rows and outputs of a simdgroup change no sum.
+  plan.kernel = AffineKernel::rows;
+  plan.shared = plan_rows({1, 1, sizes.columns, sizes.outputs}, kRowOutputs / kernels.matrices, gpu, 1);
+  if (has_common_kernels(format) && gpu.vendor == Gpu::Vendor::apple) {
+    plan.shared.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), uint32_t(kMostExactRows));
+  }
+  plan.shared.row_blocks = ceil_divide(sizes.rows, plan.shared.rows);
+  give_outputs(plan.shared, kernels, dtype, sizes);
+  return plan;
+}
+
+bool is_exact_by_plan(size_t rows, mx::Stream stream) {
+  return are_few_exact(rows) && runs_apple_kernels(stream);
+}
+
+bool gates_exact_rows(mx::Stream stream) {
+  return !runs_kernels(stream) || gpu_of(stream).vendor == Gpu::Vendor::apple;
 }
 
 uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream) {

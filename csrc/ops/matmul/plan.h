@@ -61,6 +61,9 @@ struct GemvWeights {
 GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weights, uint32_t most_splits,
                    mx::Stream stream);
 
+// A plan whose sums do not depend on sizes.rows, up to most_gemv_rows.
+GemvPlan plan_gemv_exact(const ProductSizes& sizes, mx::Dtype dtype, uint32_t most_splits, mx::Stream stream);
+
 // Why mx is faster; null where it is not known to be.
 const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream);
 
@@ -219,6 +222,21 @@ struct AffinePlan : RowProductsPlan {
 
 AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
                        const ProductSizes& sizes, mx::Stream stream);
+
+// Whether a GPU sums each of so many rows of x as a row alone, where exact products are asked for.
+constexpr bool are_few_exact(size_t rows) {
+  return rows <= most_gemv_rows;
+}
+
+// Whether a plan of one row, as it is chosen otherwise, is exact for several.
+bool is_exact_by_plan(size_t rows, mx::Stream stream);
+
+// Whether gate and up of exact rows are one launch: elsewhere each row would read the weights.
+bool gates_exact_rows(mx::Stream stream);
+
+// A plan whose sums do not depend on sizes.rows, up to most_gemv_rows of one matrix.
+AffinePlan plan_affine_exact(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
+                             const ProductSizes& sizes, mx::Stream stream);
 
 // Why mx is faster; null where it is not known to be.
 const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,

@@ -224,7 +224,9 @@ class QuantizedMatmul : public KernelPrimitive {
     };
 
     if (format_.transpose) {
-      const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), planned(sizes), stream());
+      const bool is_exact = alike_ && sizes.matrices == 1 && are_few_exact(sizes.rows);
+      const AffinePlan plan = is_exact ? plan_affine_exact(kernels, format_, x.dtype(), sizes, stream())
+                                       : plan_affine(kernels, format_, x.dtype(), planned(sizes), stream());
       params.outputs_per_group = plan.outputs_per_group;
       auto by_groups = [&](Name file, Name kernel) {
         Launch groups = launch(file, kernel, bias, outputs[0]);
@@ -371,7 +373,7 @@ class QuantizedMatmul : public KernelPrimitive {
 
   AffineFormat format_;
   bool exact_;
-  bool alike_ = is_exact();  // on a CPU rows of a product sum as a row alone does
+  bool alike_ = is_exact();  // rows of a product sum as a row alone does
   bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
@@ -455,7 +457,8 @@ std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, con
   }
   const ProductSizes sizes{exact ? 1 : static_cast<uint32_t>(matrices), static_cast<uint32_t>(rows),
                            static_cast<uint32_t>(shape.columns), static_cast<uint32_t>(shape.outputs)};
-  const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
+  const bool is_few_exact = is_exact() && format.transpose && matrices == 1 && are_few_exact(rows);
+  const char* reason = is_few_exact ? nullptr : why_mx_affine(kernels, format, dtype, sizes, stream);
   if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return std::nullopt;
   }
@@ -560,6 +563,10 @@ mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const m
     checks::fail(op, "w has shape ", w.shape(), ": exact=True expects one matrix, of two dimensions");
   }
   if (leading_size(x, 1) <= 1) {
+    return product(x);
+  }
+  if (transpose && is_exact_by_plan(leading_size(x, 1), checks::checked_stream(op, where))) {
+    const WithNumerics exact_plan({true, false});
     return product(x);
   }
   auto y = try_product(x, w, scales, biases, transpose, group_size, bits, mode, bias, true, where);

@@ -108,7 +108,9 @@ class QuantizedSwiglu : public KernelPrimitive {
       launch.input(inputs.back()).output(outputs[0]);
       return in_order(launch.params(NormedSwigluParams{params, norm_params(*norm_, inputs.back())}));
     }
-    const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
+    const AffinePlan plan = alike_ && are_few_exact(params.rows)
+                                ? plan_affine_exact(kernels, format_, x.dtype(), sizes, stream())
+                                : plan_affine(kernels, format_, x.dtype(), sizes, stream());
     if (plan.kernel == AffineKernel::rows) {
       launch.file = file;
       launch.kernel = kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows);
@@ -174,7 +176,7 @@ class QuantizedSwiglu : public KernelPrimitive {
   Activation activation_;
   bool exact_;
   std::optional<NormOfRow> norm_;
-  bool alike_ = is_exact();  // on a CPU rows sum as a row alone does
+  bool alike_ = is_exact();  // rows sum as a row alone does
   bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
@@ -240,13 +242,19 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (const char* reason = why_not_covered(format)) {
     return by_mx(reason);
   }
-  if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
-    fall_back(op, "more than " + std::to_string(most) + " rows of x");
+  auto own_products = [&] {
     auto product = [&](int first) {  // which may be ours
       return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], biases_of(first), true, format.group_size,
                               format.bits, mode, std::nullopt, stream);
     };
     return gated(product(1), product(4), activation, stream);
+  };
+  if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
+    fall_back(op, "more than " + std::to_string(most) + " rows of x");
+    return own_products();
+  }
+  if (is_exact() && !gates_exact_rows(stream)) {
+    return own_products();
   }
   if (exact && stream.device == mx::Device::gpu && leading_size(x, 1) > most_matrices) {
     return by_mx("more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");
@@ -275,7 +283,8 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, 
   const Arrays& inputs = gate.inputs();
   const size_t rows = leading_size(inputs[0], 1);
   const bool by_tiles = rows > most_gemv_rows && rows <= most_affine_rows(kernels, stream);
-  if (gate.is_tracer() || up.primitive().stream() != stream || up.inputs()[0].id() != inputs[0].id() ||
+  if (gate.is_tracer() || (is_exact() && !gates_exact_rows(stream)) || up.primitive().stream() != stream ||
+      up.inputs()[0].id() != inputs[0].id() ||
       (stream.device == mx::Device::gpu && rows > kernels.most_rows && !by_tiles)) {
     return std::nullopt;
   }
@@ -297,6 +306,10 @@ mx::array bound_quantized_swiglu(const mx::array& x, const Triple& gate, const T
                                  std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
                                  const std::string& activation, bool exact, mx::StreamOrDevice where) {
   const bool several = x.ndim() > 0 && leading_size(x, 1) > 1;
+  if (exact && several && is_exact_by_plan(leading_size(x, 1), checks::checked_stream(op, where))) {
+    const WithNumerics exact_plan({true, false});
+    return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, false, false, where);
+  }
   return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, exact && several, false, where);
 }
 

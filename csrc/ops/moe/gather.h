@@ -14,6 +14,7 @@
 #include "ops/matmul/affine.h"
 #include "ops/moe/plan.h"
 #include "params/moe.h"
+#include "runtime/numerics.h"
 #include "runtime/primitive.h"
 
 namespace mittens {
@@ -155,6 +156,8 @@ class GatherPrimitive : public KernelPrimitive {
   cpu::Gather native_gather(const Arrays& inputs) const {
     return mittens::native_gather(pairs_of(inputs), inputs[0], inputs[1], outputs_of(inputs));
   }
+
+  const Numerics numerics_ = numerics();  // what the call was made for
 
  private:
   size_t stacks_;

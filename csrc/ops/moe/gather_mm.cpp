@@ -92,7 +92,8 @@ class GatherMm : public GatherPrimitive {
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return sorted_ == static_cast<const GatherMm&>(other).sorted_;
+    const auto& product = static_cast<const GatherMm&>(other);
+    return sorted_ == product.sorted_ && numerics_ == product.numerics_;
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -144,6 +145,7 @@ class GatherMm : public GatherPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const WithNumerics with(numerics_);
     const mx::array& x = inputs[0];
     auto tiles = tiles_of(inputs, dense_expert_tile_rows);
     const bool is_read = tiles ? has_tile_rows(inputs[1]) : has_matrices(inputs[1]);

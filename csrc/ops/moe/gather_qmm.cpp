@@ -69,7 +69,7 @@ class GatherQmm final : public GatherPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& product = static_cast<const GatherQmm&>(other);
-    return format_ == product.format_ && int8_ == product.int8_;
+    return format_ == product.format_ && numerics_ == product.numerics_;
   }
 
   // y is linear in x, and in scales and biases together.
@@ -119,6 +119,7 @@ class GatherQmm final : public GatherPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const WithNumerics with(numerics_);
     if (!format_.transpose) {
       return native_alone(inputs, outputs);
     }
@@ -156,7 +157,7 @@ class GatherQmm final : public GatherPrimitive {
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     return [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_),
             gather = native_gather(inputs), x = data_of(inputs[0]), y = data_of(outputs[0]),
-            int8 = int8_] { cpu::gather_quantized(type, stack.data(), gather, x, y, int8); };
+            int8 = numerics_.int8] { cpu::gather_quantized(type, stack.data(), gather, x, y, int8); };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -176,7 +177,6 @@ class GatherQmm final : public GatherPrimitive {
  private:
   AffineFormat format_;
   bool sorted_;  // tells no results apart
-  bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
 std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales,

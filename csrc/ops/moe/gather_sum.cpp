@@ -65,7 +65,7 @@ class GatherSum : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& sum = static_cast<const GatherSum&>(other);
-    return format_ == sum.format_ && int8_ == sum.int8_;
+    return format_ == sum.format_ && numerics_ == sum.numerics_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -93,6 +93,7 @@ class GatherSum : public KernelPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const WithNumerics with(numerics_);
     const mx::array& x = inputs[0];
     const bool has_bias = inputs.size() > 6;
     const mx::array& indices = inputs[inputs.size() - 2];
@@ -141,7 +142,7 @@ class GatherSum : public KernelPrimitive {
     return [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_),
             gather, x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr,
             weights = data_of(inputs.back()), weights_type = native_type(inputs.back().dtype()),
-            chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0]), int8 = int8_] {
+            chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0]), int8 = numerics_.int8] {
       const cpu::Scratch products(gather.pairs * gather.outputs);
       cpu::gather_quantized(type, stack.data(), gather, x, products.data(), int8);
       cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, weights_type, y,
@@ -182,7 +183,7 @@ class GatherSum : public KernelPrimitive {
   }
 
   AffineFormat format_;
-  bool int8_ = numerics().int8;  // on a CPU x may be rounded
+  Numerics numerics_ = numerics();  // what the call was made for
 };
 
 }  // namespace

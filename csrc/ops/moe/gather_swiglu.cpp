@@ -77,7 +77,7 @@ class GatherSwiglu : public GatherPrimitive {
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& swiglu = static_cast<const GatherSwiglu&>(other);
     return format_ == swiglu.format_ && activation_ == swiglu.activation_ && stacks() == swiglu.stacks() &&
-           int8_ == swiglu.int8_;
+           numerics_ == swiglu.numerics_;
   }
 
  protected:
@@ -95,6 +95,7 @@ class GatherSwiglu : public GatherPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const WithNumerics with(numerics_);
     Launch launch;
     std::optional<ExpertTiles> tiles = tiles_of(inputs, expert_tile_rows(format_));
     GatherQmmParams params;
@@ -163,8 +164,9 @@ class GatherSwiglu : public GatherPrimitive {
     return [type = native_type(inputs[0].dtype()), activation = cpu::Activation{activation_.alpha, activation_.beta},
             gate = native_affine(inputs[1], inputs[2], inputs[3], format_),
             up = native_affine(inputs[4], inputs[5], inputs[6], format_), gather = native_gather(inputs),
-            x = data_of(inputs[0]), y = data_of(outputs[0]),
-            int8 = int8_] { cpu::gather_swiglu(type, activation, gate.data(), up.data(), gather, x, y, int8); };
+            x = data_of(inputs[0]), y = data_of(outputs[0]), int8 = numerics_.int8] {
+      cpu::gather_swiglu(type, activation, gate.data(), up.data(), gather, x, y, int8);
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -180,7 +182,6 @@ class GatherSwiglu : public GatherPrimitive {
 
   AffineFormat format_;
   Activation activation_;
-  bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
 mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up,

@@ -4,6 +4,7 @@
 
 #include "params/moe.h"
 #include "runtime/array_layout.h"
+#include "runtime/numerics.h"
 
 namespace mittens {
 
@@ -11,6 +12,13 @@ namespace {
 
 // Rows of results from which on mlx-lm sorts them by their experts, and mx multiplies matrices.
 constexpr size_t most_single_rows = 64;
+
+// Rows of results whose sums are those of a row alone, where exact products are asked for: of 16 tokens and 16 experts.
+constexpr size_t most_exact_rows = 256;
+
+bool are_exact(size_t rows) {
+  return is_exact() && rows <= most_exact_rows;
+}
 
 // Elements of x that kernels count in 32 bits.
 constexpr size_t most_elements = size_t(1) << 32;
@@ -20,7 +28,8 @@ void give_grid(Launch& launch, const ProductSizes& sizes, uint32_t output_groups
 }
 
 RowsPlan plan_places(const ProductSizes& sizes, uint32_t outputs, mx::Stream stream) {
-  return plan_rows({sizes.matrices * sizes.rows, 1, sizes.columns, sizes.outputs}, outputs, stream);
+  const uint32_t matrices = is_exact() ? 1 : sizes.matrices * sizes.rows;
+  return plan_rows({matrices, 1, sizes.columns, sizes.outputs}, outputs, stream);
 }
 
 }  // namespace
@@ -38,8 +47,9 @@ bool prefer_mx_experts(const Problem& problem, uint32_t matrices, mx::Stream str
 }
 
 bool takes_expert_tiles(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream) {
-  return matrices > 0 && runs_apple_kernels(stream) && sizes.rows > most_single_rows && sizes.experts > 0 &&
-         sizes.experts < kTiledExperts && sizes.rows < most_elements / std::max<size_t>(sizes.columns, 1) &&
+  return matrices > 0 && runs_apple_kernels(stream) && sizes.rows > most_single_rows && !are_exact(sizes.rows) &&
+         sizes.experts > 0 && sizes.experts < kTiledExperts &&
+         sizes.rows < most_elements / std::max<size_t>(sizes.columns, 1) &&
          sizes.outputs >= kTileOutputs / kTileSimdgroups / matrices;
 }
 
@@ -49,18 +59,18 @@ const char* why_not_launched(size_t pairs, size_t rows, mx::Stream stream) {
 }
 
 const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream) {
-  const bool wins = sizes.rows > most_single_rows &&
+  const bool wins = sizes.rows > most_single_rows && !are_exact(sizes.rows) &&
                     (!takes_expert_tiles(sizes, matrices, stream) || gpu_of(stream).has_matrix_units);
   return stream.device == mx::Device::gpu && wins ? "more than 64 rows of results" : nullptr;
 }
 
 bool chooses_in_experts(mx::Stream stream) {
-  return runs_apple_kernels(stream);
+  return runs_apple_kernels(stream) && !is_exact();
 }
 
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts) {
   // From there on it was faster on an H100 (bench/results/h100.md); predicted for Apple GPUs in shared-experts.md.
-  return has_common_kernels(format) && experts > 0 && matrices * pairs >= 2 * experts;
+  return !is_exact() && has_common_kernels(format) && experts > 0 && matrices * pairs >= 2 * experts;
 }
 
 uint32_t expert_tile_rows(const AffineFormat& format) {

@@ -34,10 +34,10 @@ def test_one_launch(rng):
     with mm.simulator.enabled(), mm.simulator.profiled() as launches:
         mx.eval(mm.quantized_matmul(x, *triple, exact=True), mm.quantized_swiglu(x, triple, triple, exact=True))
         mx.eval(mm.block_matmul(x, blocks, "q4_0", exact=True))
-    assert [launch.kernel for launch in launches] == [
-        "quantized_matmul_qmv_4bit_1_float16",
-        "quantized_swiglu_qmv_4bit_1_float16",
+    assert sorted(launch.kernel for launch in launches) == [
         "block_matmul_q4_0_1_float16",
+        "quantized_matmul_qmv_4bit_4_float16",
+        "quantized_swiglu_qmv_4bit_4_float16",
     ]
 
 
@@ -65,6 +65,60 @@ def test_the_patch_on_a_cpu(rng, dtype, native, shape):
         if triples:
             gate, up = triples[2], quantize(rng, (shape[0], 576), dtype, 64, 4)
             assert_rows_alone(lambda x: mm.quantized_swiglu(x, gate, up), x / 20)
+
+
+MODES = [("affine", 2, 64), ("affine", 3, 64), ("affine", 4, 32), ("affine", 5, 64), ("affine", 6, 64),
+         ("affine", 8, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["m2-max", "h200"])
+@pytest.mark.parametrize("mode, bits, group_size", MODES, ids=str)
+def test_the_patch_on_gpus(rng, dtype, gpu, mode, bits, group_size):
+    """In every format; of few and of many columns and outputs, which simdgroups share in different ways."""
+    for shape in ((40, 576), (3, 1024)):
+        with mx.stream(mx.cpu):
+            pack = lambda: mx.quantize(draw(rng, shape, dtype), group_size, bits, mode=mode)
+            w, up, bias = pack(), pack(), draw(rng, shape[:1], dtype)
+            mx.eval(w, up, bias)
+        options = {"group_size": group_size, "bits": bits, "mode": mode}
+        with mm.patched(exact=True), mm.simulator.enabled(gpu=gpu):
+            for rows in (2, 3, 8, 11):
+                x = draw(rng, (rows, shape[1]), dtype) / 20
+                assert_rows_alone(lambda x: mm.quantized_matmul(x, *w, bias=bias, **options), x)
+                if rows != 11:
+                    assert_rows_alone(lambda x: mm.quantized_swiglu(x, w, up, **options), x)
+
+
+@pytest.mark.parametrize("gpu", ["m2-max", "h200"])
+@pytest.mark.parametrize("shape", [(40, 576), (12, 2048), (7, 130)], ids=str)
+def test_dense_weights_on_gpus(rng, dtype, gpu, shape):
+    w, bias = draw(rng, shape, dtype), draw(rng, shape[:1], dtype)
+    by_columns = mx.contiguous(w.T)
+    mx.eval(by_columns)
+    with mm.patched(exact=True), mm.simulator.enabled(gpu=gpu):
+        for rows in (2, 3, 5, 8, 16):
+            x = draw(rng, (rows, shape[1]), dtype)
+            assert_rows_alone(lambda x: mm.gemv(w, x, bias), x)
+            assert_rows_alone(lambda x: mm.matmul(x, by_columns, transpose=False), x)
+
+
+@pytest.mark.parametrize("gpu", ["m2-max", "h200"])
+def test_experts_on_gpus(rng, dtype, gpu):
+    """Also of many pairs of an expert, which share a product otherwise."""
+    gate, up = (quantize(rng, (6, 40, 256), dtype, 64, 4) for _ in range(2))
+    dense = draw(rng, (6, 40, 256), dtype)
+    experts = mx.array(rng.integers(0, 6, (16, 5)), mx.uint32)
+    x = draw(rng, (16, 1, 1, 256), dtype) / 10
+
+    def of_tokens(product):
+        together = product(x, experts)
+        alone = [product(x[i : i + 1], experts[i : i + 1]) for i in range(16)]
+        np.testing.assert_array_equal(*(np.array(y.astype(mx.float32)) for y in (together, mx.concatenate(alone))))
+
+    with mm.patched(exact=True), mm.simulator.enabled(gpu=gpu):
+        of_tokens(lambda x, e: mm.gather_qmm(x, *gate, rhs_indices=e))
+        of_tokens(lambda x, e: mm.gather_swiglu(x, gate, up, rhs_indices=e))
+        of_tokens(lambda x, e: mm.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=e))
 
 
 def test_gradients(rng, native):
