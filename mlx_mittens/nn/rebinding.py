@@ -203,7 +203,7 @@ def update_and_fetch(cache: Any, keys: mx.array, values: mx.array) -> Any:
 
 
 def _seen(cache: Any) -> Any:
-    """A cache, those of one layer, or those of a model's layers, as a call sees it that appends."""
+    """A cache, a layer's caches or a model's caches, as an appending call sees them."""
     if type(cache) in (list, tuple):
         return type(cache)(map(_seen, cache))
     if type(cache).__module__ == "mlx_lm.models.cache" and type(cache).__name__ == "CacheList":

@@ -17,7 +17,7 @@ __all__ = [
     "ssm_update",
 ]
 
-# Of all channels of a convolution, or of those of queries, of keys and of values.
+# One of all channels of a convolution, or one each of queries, keys and values.
 Convolved = TypeVar("Convolved", mx.array, tuple[mx.array, mx.array, mx.array])
 
 

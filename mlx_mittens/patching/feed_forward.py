@@ -29,7 +29,7 @@ _ACTIVATIONS = {
     "mlx_lm.models.activations.SwigluOAI": "clipped",
 }
 _CLIPPED = (1.702, 7.0)  # of gpt-oss
-# Calls of shared experts: Qwen3NextMLP and its like, and those of DeepSeek-V3's kind.
+# Calls of shared experts: of Qwen3NextMLP and its like, and of DeepSeek-V3's kind.
 _SHARED_EXPERTS = ("2bf452938b26f61d", "a7b836f717147942")
 
 

@@ -223,7 +223,7 @@ struct AffinePlan : RowProductsPlan {
 AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
                        const ProductSizes& sizes, mx::Stream stream);
 
-// Whether a GPU sums each of so many rows of x as a row alone, where exact products are asked for.
+// Whether a GPU sums each row of x as it sums a row alone, where exact products are asked for.
 constexpr bool are_few_exact(size_t rows) {
   return rows <= most_gemv_rows;
 }

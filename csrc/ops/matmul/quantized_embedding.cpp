@@ -54,7 +54,7 @@ mx::array narrowed(const mx::array& indices, mx::Stream s) {
   return mx::astype(indices, mx::issubdtype(dtype, mx::unsignedinteger) ? mx::uint32 : mx::int32, s);
 }
 
-// mx's two steps: gathers, and one dequantization of what they give.
+// mx's two steps: gathers of rows, and one dequantization.
 mx::array rows_of_mx(const mx::array& indices, const mx::array& w, const mx::array& scales,
                      const std::optional<mx::array>& biases, const AffineFormat& format, mx::Stream s) {
   const auto rows = [&](const mx::array& matrix) { return mx::take(matrix, mx::flatten(indices, s), 0, s); };

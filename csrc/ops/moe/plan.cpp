@@ -13,7 +13,7 @@ namespace {
 // Rows of results from which on mlx-lm sorts them by their experts, and mx multiplies matrices.
 constexpr size_t most_single_rows = 64;
 
-// Rows of results whose sums are those of a row alone, where exact products are asked for: of 16 tokens and 16 experts.
+// Most rows of results that are summed as a row alone, where exact products are asked for: 16 tokens by 16 experts.
 constexpr size_t most_exact_rows = 256;
 
 bool are_exact(size_t rows) {

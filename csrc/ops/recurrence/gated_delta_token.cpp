@@ -35,7 +35,7 @@ namespace {
 constexpr const char* op = "gated_delta_token";
 const Name file = "recurrence/gated_delta_token.metal";
 
-// The convolution's states or weights: of all channels, or those of q, of k and of v.
+// The convolution's states or weights: one of all channels, or one each of q, k and v.
 using Convolved = std::variant<mx::array, std::tuple<mx::array, mx::array, mx::array>>;
 using Outputs = std::tuple<mx::array, Convolved, mx::array>;
 

@@ -35,7 +35,7 @@ Arrays results_of(std::shared_ptr<KernelPrimitive> primitive, Arrays inputs, con
 // Results y, states of the convolution, and the state of each head in float32, whose buffer is taken where it can be.
 class HeadsOfToken : public KernelPrimitive {
  public:
-  // state: its index among the inputs. convolutions: that of the first state of the convolution which is written in
+  // state: its index among the inputs. convolutions: the index of the convolution's first state that is written in
   // place where it can be, as all up to the last are; 0 for none.
   HeadsOfToken(mx::Stream stream, size_t state, size_t convolutions = 0)
       : KernelPrimitive(stream), state_(state), convolutions_(convolutions) {}

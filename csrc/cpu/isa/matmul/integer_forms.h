@@ -6,7 +6,7 @@
 //   part<p>(integers)        what part p has of each integer, in the lowest bits
 //   bits                     of an integer in such a word
 //   exists<bits>             whether this instruction set multiplies them by weights of some bits
-//   weights<k, Source>(raw)  the weights of word k, their middle<Source> above what they stand for
+//   weights<k, Source>(raw)  the weights of word k, plus middle<Source>
 //   Sum add(Sum, w, x)       the sum, with the products of each lane; x has the parts
 //   longest                  additions until a sum is widened
 //   Int widened(sum)         in int32
@@ -38,7 +38,7 @@ struct RowSizes {
 };
 
 #if defined(__ARM_FEATURE_DOTPROD)
-// int16 as two bytes that are multiplied apart, by instructions with four products a lane where those of int16 have
+// int16 as two bytes that are multiplied apart, by instructions with four products a lane where int16's have
 // one.
 #define MITTENS_SPLITS_INT16
 

@@ -10,7 +10,7 @@ namespace mittens::cpu::MITTENS_ISA {
 constexpr size_t panel_integers = 64;  // outputs of a panel
 constexpr size_t panel_words = 256;  // of x, along which a panel goes
 
-// A row of x: its words, those of all parts side by side, and then of each group the scale, the sum, and the initial
+// A row of x: the words of all parts side by side, and then of each group the scale, the sum, and the initial
 // value of the integer sum, which takes off the weights' middle.
 template <typename Source, typename Form>
 struct GroupIntegers {

@@ -61,7 +61,7 @@ MITTENS_INLINE LaneBytes look_up_lanes(LaneBytes table, LaneBytes index) {
 #endif
 }
 
-// The lower bytes of a, then those of b, in each lane; the upper ones are zero.
+// The lower bytes of a, then of b, in each lane; the upper ones are zero.
 MITTENS_INLINE LaneBytes lower_bytes(LaneHalves a, LaneHalves b) {
 #if defined(__AVX2__)
   return (LaneBytes)_mm256_packus_epi16((__m256i)a, (__m256i)b);
