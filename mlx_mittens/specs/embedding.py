@@ -20,7 +20,7 @@ class EmbeddingOp(ModelOp):
     ``uint32`` has indices without a sign.
     """
 
-    smallest = (2, 32, 3)
+    smallest = (2, 64, 3)
 
     def dtypes(self, case: Case) -> Iterable[str]:
         return ("bfloat16",) if self._is_floating(case) else super().dtypes(case)
