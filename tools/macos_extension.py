@@ -101,7 +101,10 @@ class Compiler:
         """The objects of the C++ files that include nothing of MLX and nanobind."""
         folder.mkdir(exist_ok=True)
         # What takes longest comes first. The others are short: each folder is compiled as one.
-        items = [(path, ["-DMITTENS_ISA=neon"]) for path in sorted((_CSRC / "cpu" / "isa").rglob("*.cpp"))]
+        sources = sorted((_CSRC / "cpu" / "isa").rglob("*.cpp"))
+        integers = [path for path in sources if path.name.startswith("integer_")]
+        sets = {"neon": sources, "dotprod": integers}  # the processor that Zig means by macOS has what both need
+        items = [(path, [f"-DMITTENS_ISA={name}"]) for name, paths in sets.items() for path in paths]
         items += [(_together(_CSRC / name, folder), ["-fvisibility=default"]) for name in ("cpu", "simulator")]
         return self._compiled(items, folder)
 
@@ -118,7 +121,8 @@ class Compiler:
     def _compiled(self, items: Iterable[tuple[Path, list[str]]], folder: Path) -> list[Path]:
         def build(item: tuple[Path, list[str]]) -> Path:
             path, options = item
-            output = folder / "_".join(path.with_suffix(".o").parts[-4:])  # files of several folders have the same stem
+            isa = [option.rpartition("=")[2] for option in options if option.startswith("-DMITTENS_ISA=")]
+            output = folder / "_".join([*isa, *path.with_suffix(".o").parts[-4:]])  # stems repeat in folders and sets
             self.run(*options, "-c", path, "-o", output, target=str(path))
             return output
 
