@@ -91,7 +91,9 @@ def test_projections_of_a_token_are_one_product(name, converts, lenient):
     np.testing.assert_allclose(ours, theirs, atol=LAYERS * np.abs(theirs).max())
     attentions = len(cache) if name != "longcat_flash" else 2 * len(model.layers)
     counts = {op: sum(count["kernels"].values()) for op, count in mm.stats(reset=True).items()}
-    assert counts["quantized_matmuls"] == counts["scaled_dot_product_attention"] == 2 * attentions
+    assert counts["scaled_dot_product_attention"] == 2 * attentions
+    routers = len(model.layers) if name == "longcat_flash" else 0  # whose product and choice are a launch of the op, too
+    assert counts["quantized_matmuls"] == 2 * (attentions + routers)
 
 
 def test_a_masked_token_of_latent_attention_is_mlx_lms(native, lenient):
