@@ -92,7 +92,7 @@ def test_projections_of_a_token_are_one_product(name, converts, lenient):
     attentions = len(cache) if name != "longcat_flash" else 2 * len(model.layers)
     counts = {op: sum(count["kernels"].values()) for op, count in mm.stats(reset=True).items()}
     assert counts["scaled_dot_product_attention"] == 2 * attentions
-    routers = len(model.layers) if name == "longcat_flash" else 0  # whose product and choice are a launch of the op, too
+    routers = len(model.layers) if name == "longcat_flash" else 0  # a launch of the op each
     assert counts["quantized_matmuls"] == 2 * (attentions + routers)
 
 
