@@ -297,8 +297,22 @@ def _mx_matmuls(x, *arrays, is_normed=False, **options):
     return [*total, *(products if bias is None else [y + b for y, b in zip(products, bias)])]
 
 
+def _mx_quantized_matmul(*arrays, exact=False, **options):
+    return mx.quantized_matmul(*arrays, **options)
+
+
 def _mx_swiglu(
-    x, gate, gate_scales, gate_biases, up, up_scales, up_biases, activation="swiglu", is_normed=False, **options
+    x,
+    gate,
+    gate_scales,
+    gate_biases,
+    up,
+    up_scales,
+    up_biases,
+    activation="swiglu",
+    is_normed=False,
+    exact=False,
+    **options,
 ):
     if is_normed:
         triple = [a for a in (gate, gate_scales, gate_biases) if a is not None]
@@ -461,6 +475,13 @@ _QUANTIZED_TESTS = tuple(
 # GGUF kinds with kernels for several rows of x.
 COMMON_KINDS = ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")
 
+# Rows that share the weights, each with the sums that it has alone.
+_EXACT_TESTS = tuple(
+    Case("test", (rows, 576, 6), {"exact": True, **options}, gpu_only=True, apple_only=True)
+    for options in ({"bits": 4}, {"bits": 8}, {"mode": "mxfp4", "bits": 4, "group_size": 32})
+    for rows in (2, 4, 8)
+)
+
 MATRIX_OPS: tuple[Op, ...] = (
     MatrixOp(
         name="gemv",
@@ -539,11 +560,14 @@ MATRIX_OPS: tuple[Op, ...] = (
         name="quantized_matmul",
         parameters=(("x", "rows"), ("w", "rows"), ("scales", "rows"), ("biases", "rows")),
         ours=quantized_matmul,
-        twin=mx.quantized_matmul,
+        twin=_mx_quantized_matmul,
         twin_text="`mx.quantized_matmul`",
         summary="rows times quantized weights",
         options={"group_size": 64, "bits": 4},
-        tests=_QUANTIZED_TESTS + _tile_tests(_TILES, transpose=True) + _tile_tests(_TRANSPOSED_TILES, transpose=False),
+        tests=_QUANTIZED_TESTS
+        + _tile_tests(_TILES, transpose=True)
+        + _tile_tests(_TRANSPOSED_TILES, transpose=False)
+        + _EXACT_TESTS,
         cases=_models((1, 2, 4, 8, 16), bits=4)
         + _models((1, 4), bits=8)
         + _prompts((128, 896, 896), (512, 896, 128), bits=4)
@@ -613,6 +637,7 @@ MATRIX_OPS: tuple[Op, ...] = (
             for mode, bits, group_size in _FLOATS
             for case in _tests((1, 1088, 9), (9, 608, 21), group_size=group_size, bits=bits, mode=mode)
         )
+        + _EXACT_TESTS
         + tuple(
             case
             for bits in (4, 8)
