@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from verification.sanitize import INSTRUCTION_SETS
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -82,3 +85,23 @@ def launched_on_apple(run: Callable[[], object]) -> list[str]:
 def child_environment() -> dict[str, str]:
     """That of a child process that imports what tests share."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
+
+
+def check_instruction_sets(file: str, words: str) -> None:
+    """Runs tests of a file, chosen as by pytest's `-k`, with each set of instructions of this machine but its best."""
+    if os.environ.get("MLX_MITTENS_CPU"):
+        return  # a set was chosen from outside: this is that run
+    others = INSTRUCTION_SETS[1:]  # a machine with the first chooses it by itself
+    refused = 0
+    for name in others:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", words],
+            env={**child_environment(), "MLX_MITTENS_CPU": name},
+            capture_output=True,
+            text=True,
+        )
+        if f"MLX_MITTENS_CPU is '{name}', this machine runs" in done.stdout + done.stderr:
+            refused += 1
+        else:
+            assert done.returncode == 0, done.stdout[-3000:]
+    assert refused < len(others)

@@ -1,14 +1,10 @@
 """Products on CPUs in which x becomes integers: int16 of half types, if these can stand for its elements, and int8."""
 
-import os
-import subprocess
-import sys
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.matrices import draw, exact_product, exact_swiglu, quantize
-from helpers.support import child_environment
+from helpers.support import check_instruction_sets
 from helpers.tolerances import INT8_ACTIVATIONS, units
 
 import mlx_mittens as mm
@@ -244,19 +240,4 @@ def test_unknown_activations(rng, bits):
 
 def test_every_instruction_set(bits):
     """The tests above, with each set of this machine but its best one."""
-    if os.environ.get("MLX_MITTENS_CPU"):
-        return  # a set was chosen from outside: this is that run
-    refused = 0
-    sets = ("baseline", "avx2", "avxvnni", "avx512", "neon", "dotprod")
-    for name in sets:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", f"{bits} and not every"],
-            env={**child_environment(), "MLX_MITTENS_CPU": name},
-            capture_output=True,
-            text=True,
-        )
-        if f"MLX_MITTENS_CPU is '{name}', this machine runs" in done.stdout + done.stderr:
-            refused += 1
-        else:
-            assert done.returncode == 0, done.stdout[-3000:]
-    assert refused < len(sets)
+    check_instruction_sets(__file__, f"{bits} and not every")

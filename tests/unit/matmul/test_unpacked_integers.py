@@ -1,14 +1,10 @@
 """Products on CPUs in which x becomes integers, of formats whose weights are unpacked or looked up in a table."""
 
-import os
-import subprocess
-import sys
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.matrices import draw, exact_product, exact_swiglu, quantize
-from helpers.support import child_environment
+from helpers.support import check_instruction_sets
 from helpers.tolerances import INT8_ACTIVATIONS, assert_product_right, units
 
 import mlx_mittens as mm
@@ -21,7 +17,6 @@ AFFINE = [("affine", bits) for bits in (2, 3, 5, 6)]
 FLOATS = [("mxfp4", 4), ("nvfp4", 4)]
 GROUPS = {"affine": 64, "mxfp4": 32, "nvfp4": 16}
 KINDS = tuple(specs.gguf.KINDS)
-SETS = ("baseline", "avx2", "avxvnni", "avx512", "neon", "dotprod")
 
 formats = pytest.mark.parametrize("mode, bits", AFFINE + FLOATS)
 
@@ -189,18 +184,4 @@ def test_int8_activations(rng, dtype, rows, mode, bits):
 
 def test_every_instruction_set():
     """The tests above, with each set of this machine but its best one."""
-    if os.environ.get("MLX_MITTENS_CPU"):
-        return  # a set was chosen from outside: this is that run
-    refused = 0
-    for name in SETS:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "not every"],
-            env={**child_environment(), "MLX_MITTENS_CPU": name},
-            capture_output=True,
-            text=True,
-        )
-        if f"MLX_MITTENS_CPU is '{name}', this machine runs" in done.stdout + done.stderr:
-            refused += 1
-        else:
-            assert done.returncode == 0, done.stdout[-3000:]
-    assert refused < len(SETS)
+    check_instruction_sets(__file__, "not every")
