@@ -104,25 +104,27 @@ class Compiler:
         sources = sorted((_CSRC / "cpu" / "isa").rglob("*.cpp"))
         integers = [path for path in sources if path.name.startswith("integer_")]
         sets = {"neon": sources, "dotprod": integers}  # the processor that Zig means by macOS has what both need
-        items = [(path, [f"-DMITTENS_ISA={name}"]) for name, paths in sets.items() for path in paths]
-        items += [(_together(_CSRC / name, folder), ["-fvisibility=default"]) for name in ("cpu", "simulator")]
+        items = [(name, path, [f"-DMITTENS_ISA={name}"]) for name, paths in sets.items() for path in paths]
+        shared = ["-fvisibility=default"]
+        items += [("core", _together(_CSRC / name, folder), shared) for name in ("cpu", "simulator")]
         return self._compiled(items, folder)
 
     def objects(self, folder: Path) -> list[Path]:
         """The objects of all other C++ files, and of nanobind."""
         common = self.precompiled(common_header(), folder)
-        items = [(self.site / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
+        items = [("nanobind", self.site / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
         core = (_CSRC / "cpu", _CSRC / "simulator")
         sources = (path for path in sorted(_CSRC.rglob("*.cpp")) if not any(path.is_relative_to(one) for one in core))
-        items += [(path, common) for path in sources]
-        items += [(ROOT / "tools" / "macos_availability.cpp", [])]
+        items += [("extension", path, common) for path in sources]
+        items += [("tools", ROOT / "tools" / "macos_availability.cpp", [])]
         return self._compiled(items, folder)
 
-    def _compiled(self, items: Iterable[tuple[Path, list[str]]], folder: Path) -> list[Path]:
-        def build(item: tuple[Path, list[str]]) -> Path:
-            path, options = item
-            isa = [option.rpartition("=")[2] for option in options if option.startswith("-DMITTENS_ISA=")]
-            output = folder / "_".join([*isa, *path.with_suffix(".o").parts[-4:]])  # stems repeat in folders and sets
+    def _compiled(self, items: Iterable[tuple[str, Path, list[str]]], folder: Path) -> list[Path]:
+        """Objects of sources with options of their own, each with a name before the source's."""
+
+        def build(item: tuple[str, Path, list[str]]) -> Path:
+            name, path, options = item
+            output = folder / "_".join([name, *path.with_suffix(".o").parts[-4:]])  # folders have sources of one name
             self.run(*options, "-c", path, "-o", output, target=str(path))
             return output
 

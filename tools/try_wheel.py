@@ -4,7 +4,7 @@ python tools/try_wheel.py FILE.whl                        with the Python that r
 python tools/try_wheel.py FILE.whl --python python3.12    with another one, which the wheel is for
 python tools/try_wheel.py FILE.whl --tests                then the tests with the marker `quick`, too
 python tools/try_wheel.py FILE.whl --tests-only           these tests alone
-python tools/try_wheel.py FILE.whl --tests-only --only float16    of these tests those with a word in their names
+python tools/try_wheel.py FILE.whl --tests-only --only float16    only those with this word in their names
 python tools/try_wheel.py FILE.whl --mlx 0.31.2           beside that release of mlx, and the mlx-lm that goes with it
 
 It installs the wheel as the README says, step by step, and checks what each step makes possible: what `import` says
@@ -236,7 +236,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, help="folder that keeps compiled kernels for the next wheel (none)")
     parser.add_argument("--tests", action="store_true", help="then run the tests with the marker `quick`, too")
     parser.add_argument("--tests-only", action="store_true", help="run these tests alone")
-    parser.add_argument("--only", default="", metavar="WORD", help="of these tests those with the word in their names")
+    parser.add_argument("--only", default="", metavar="WORD", help="run only the tests with this word in their names")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "elsewhere"

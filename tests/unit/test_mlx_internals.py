@@ -53,8 +53,8 @@ print(json.dumps([mx.abs(patched - plain).max().item(), kernels, _ext.mlx_intern
 """
 
 
-# Of the mlx-lm that is found first all models are imported, since a patch looks at what is loaded. Olmo's code ends the
-# process without a package of its own.
+# Imports all models of the mlx-lm that is found first: a patch looks at what is loaded. Importing olmo ends the process
+# where its own package is missing.
 ALL_MODELS = """
 import importlib, pkgutil, mlx_lm.generate, mlx_lm.models, mlx_lm.server
 for module in pkgutil.iter_modules(mlx_lm.models.__path__):
