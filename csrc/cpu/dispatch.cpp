@@ -21,7 +21,7 @@ struct Isa {
 };
 
 #if defined(__aarch64__)
-// Of bytes, FEAT_DotProd.
+// Whether there are dot products of bytes (FEAT_DotProd).
 bool has_dot_products() {
 #if defined(__APPLE__)
   int has = 0;

@@ -117,12 +117,7 @@ void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* 
 
 void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
                   size_t rows, size_t columns, size_t outputs) {
-  QuantizedWeights w{};
-  w.words = reinterpret_cast<const uint32_t*>(blocks);
-  w.mode = QuantizedMode::blocks;
-  w.transpose = true;
-  w.kind = kind;
-  w.blocks = columns / block_weights(kind);
+  const QuantizedWeights w = weights_of_blocks(kind, blocks, columns / block_weights(kind));
   multiply({type, nullptr, &w, nullptr, x, bias, y, 1, rows, columns, outputs, {}});
 }
 

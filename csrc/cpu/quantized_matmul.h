@@ -27,6 +27,16 @@ struct QuantizedWeights {
   size_t blocks = 0;  // of a row
 };
 
+inline QuantizedWeights weights_of_blocks(BlockKind kind, const uint8_t* data, size_t blocks_of_row) {
+  QuantizedWeights w{};
+  w.words = reinterpret_cast<const uint32_t*>(data);
+  w.mode = QuantizedMode::blocks;
+  w.transpose = true;
+  w.kind = kind;
+  w.blocks = blocks_of_row;
+  return w;
+}
+
 // The most rows of x whose results may be bit for bit those of each row alone.
 constexpr size_t most_exact_rows = 32;
 

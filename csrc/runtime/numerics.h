@@ -12,9 +12,7 @@ struct Numerics {
   bool exact;  // what is computed of several rows is bit for bit what is computed of each row alone
   bool int8;  // products with quantized weights on a CPU may round activations to integers of 8 bits
 
-  bool operator==(const Numerics& other) const {
-    return exact == other.exact && int8 == other.int8;
-  }
+  bool operator==(const Numerics&) const = default;
 };
 
 Numerics numerics();

@@ -28,16 +28,6 @@ bool has_source(BlockKind kind) {
   return kind == BlockKind::q4_0 || kind == BlockKind::q8_0;
 }
 
-// Rows of a number of blocks.
-Unpacked unpacked_from(BlockKind kind, const uint8_t* blocks, size_t of_row) {
-  QuantizedWeights w{};
-  w.words = reinterpret_cast<const uint32_t*>(blocks);
-  w.mode = QuantizedMode::blocks;
-  w.kind = kind;
-  w.blocks = of_row;
-  return Unpacked(w, Type::float32);
-}
-
 constexpr size_t most_quantized = 32;  // weights of a block that there is a quantizer for
 
 constexpr size_t vectors = most_quantized / width;
@@ -156,9 +146,6 @@ MITTENS_INLINE void quantize_up(const Float (&values)[vectors], uint8_t* block) 
   }
 }
 
-// Twice the floats of 4 bits: a sign, 2 bits of exponent and 1 of the fraction.
-constexpr float fp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
 // The exponent that the package takes from a float32 logarithm, which rounds up shortly before a power of two; 0 where
 // there is none. The first of the nearest of 16 values.
 MITTENS_INLINE void quantize_floats(const Float (&values)[vectors], uint8_t* block) {
@@ -171,7 +158,7 @@ MITTENS_INLINE void quantize_floats(const Float (&values)[vectors], uint8_t* blo
     Float least = magnitude(values[v]);
     Int best = {};
     for (int i = 1; i < 16; ++i) {
-      const float value = d * fp4_values[i];
+      const float value = d * static_cast<float>(fp4_bytes[i] - 128);
       const Float error = magnitude(value - values[v]);
       best = error < least ? Int{} + i : best;
       least = error < least ? error : least;
@@ -198,7 +185,7 @@ void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* 
   } else if (kind == BlockKind::q8_0) {
     multiply(Blocks<BlockKind::q8_0>{blocks, columns / block_weights(kind)});
   } else {
-    multiply(unpacked_from(kind, blocks, columns / block_weights(kind)));
+    multiply(Unpacked(weights_of_blocks(kind, blocks, columns / block_weights(kind)), type));
   }
 }
 
@@ -219,7 +206,7 @@ void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y,
     return;
   }
   const size_t weights = block_weights(kind);
-  const Unpacked source = unpacked_from(kind, blocks, count);
+  const Unpacked source(weights_of_blocks(kind, blocks, count), type);
   with_type(type, [&](auto t) {
     using T = decltype(t);
     parallel_for(count, piece_blocks * 32 / weights, [&](size_t begin, size_t end) {

@@ -1,10 +1,9 @@
 // Integers that stand for elements of x, several in a word of 32 bits, and how they multiply packed weights. A form has
 //   largest                  the greatest integer
 //   of_word<Source>          words of weights in a packed word; word k has the columns k, k + of_word, ..
-//   in_word                  weights of such a word
-//   parts                    words of x that meet it
+//   parts                    words of x for a word of weights
 //   part<p>(integers)        what part p has of each integer, in the lowest bits
-//   bits                     of an integer in such a word
+//   bits                     of an integer in a word of x
 //   exists<bits>             whether this instruction set multiplies them by weights of some bits
 //   weights<k, Source>(raw)  the weights of word k, plus middle<Source>
 //   Sum add(Sum, w, x)       the sum, with the products of each lane; x has the parts
@@ -37,29 +36,32 @@ struct RowSizes {
   float columns;
 };
 
+// Whether bytes of weights have to be signed: weights of all 8 bits lose their middle then.
 #if defined(__ARM_FEATURE_DOTPROD)
-// int16 as two bytes that are multiplied apart, by instructions with four products a lane where int16's have
-// one.
-#define MITTENS_SPLITS_INT16
+constexpr bool signed_bytes = true;
+#else
+constexpr bool signed_bytes = false;
+#endif
 
-// Bytes of weights have to be signed: those of all 8 bits lose their middle here.
 template <typename Source>
-constexpr float signed_middle = Source::middle == 128 ? 0 : Source::middle;
+constexpr float middle_of_bytes = signed_bytes && Source::middle == 128 ? 0 : Source::middle;
 
 template <int k, typename Source, typename Words>
-MITTENS_INLINE Words signed_weights(Words raw) {
+MITTENS_INLINE Words byte_weights(Words raw) {
   const Words w = Source::template integers<k, 4>(raw);
-  return Source::middle == 128 ? w ^ 0x80808080 : w;
+  return signed_bytes && Source::middle == 128 ? w ^ 0x80808080 : w;
 }
 
+#if defined(__ARM_FEATURE_DOTPROD)
 MITTENS_INLINE Int add_dot_products(Int sum, UInt w, UInt x) {
   return (Int)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 }
 #endif
 
 struct Int16 {
-#if defined(MITTENS_SPLITS_INT16)
-  static constexpr int bits = 8, parts = 2, in_word = 4;
+#if defined(__ARM_FEATURE_DOTPROD)
+  // Two bytes that are multiplied apart, by instructions with four products a lane where int16's have one.
+  static constexpr int bits = 8, parts = 2;
   static constexpr float largest = 127 * 256 + 127;
   static constexpr size_t longest = 4;
 
@@ -70,11 +72,11 @@ struct Int16 {
   }
 
   template <typename Source>
-  static constexpr float middle = signed_middle<Source>;
+  static constexpr float middle = middle_of_bytes<Source>;
 
   template <int k, typename Source, typename Words>
   static MITTENS_INLINE Words weights(Words raw) {
-    return signed_weights<k, Source>(raw);
+    return byte_weights<k, Source>(raw);
   }
 
   struct Sum {
@@ -87,7 +89,7 @@ struct Int16 {
     return sum.low + (sum.high << 8);
   }
 #else
-  static constexpr int bits = 16, parts = 1, in_word = 2;
+  static constexpr int bits = 16, parts = 1;
   static constexpr float largest = 32767;
   static constexpr size_t longest = 64;  // groups have no more
 
@@ -138,7 +140,7 @@ struct Int16 {
 #endif
 #endif
   template <typename Source>
-  static constexpr int of_word = Source::vectors / in_word;
+  static constexpr int of_word = Source::vectors * bits / 32;
   template <int>
   static constexpr bool exists = true;
 
@@ -154,20 +156,15 @@ struct Int16 {
 };
 
 struct Int8 {
-  static constexpr int bits = 8, parts = 1, in_word = 4;
+  static constexpr int bits = 8, parts = 1;
   static constexpr float largest = 127;
 
   template <int>
   static MITTENS_INLINE Int part(Int integers) {
     return integers;
   }
-#if defined(__ARM_FEATURE_DOTPROD)
   template <typename Source>
-  static constexpr float middle = signed_middle<Source>;
-#else
-  template <typename Source>
-  static constexpr float middle = Source::middle;
-#endif
+  static constexpr float middle = middle_of_bytes<Source>;
 
   // Not where an element is not finite, huge or tiny. Rounding the elements of a group in which one is large changes
   // them by less than a 30th of it.
@@ -175,15 +172,11 @@ struct Int8 {
     return row.sizes == 0 || (row.sizes < infinity && row.most > 0x1p-80f && row.most < 0x1p96f);
   }
   template <typename Source>
-  static constexpr int of_word = Source::vectors / in_word;
+  static constexpr int of_word = Source::vectors * bits / 32;
 
   template <int k, typename Source, typename Words>
   static MITTENS_INLINE Words weights(Words raw) {
-#if defined(__ARM_FEATURE_DOTPROD)
-    return signed_weights<k, Source>(raw);
-#else
-    return Source::template integers<k, 4>(raw);
-#endif
+    return byte_weights<k, Source>(raw);
   }
 
 #if defined(__ARM_FEATURE_DOTPROD)

@@ -15,7 +15,7 @@ constexpr size_t panel_words = 256;  // of x, along which a panel goes
 template <typename Source, typename Form>
 struct GroupIntegers {
   static constexpr int of_word = Form::template of_word<Source>;
-  static constexpr int in_word = Form::in_word, parts = Form::parts;
+  static constexpr int in_word = 32 / Form::bits, parts = Form::parts;
   static constexpr size_t of_group = 3;
 
   static size_t words(size_t columns) {

@@ -49,7 +49,7 @@ void unpack_small_floats(const PackedRows& from, size_t n, size_t begin, size_t 
     }
     const UInt bytes = read_bytes(some);
     write(scales + i, (powers ? e8m0(bytes) : e4m3(bytes)) * size_of_one, part);
-    write(offsets + i, Float{} - 0.0f, part);
+    write(offsets + i, -Float{}, part);
   });
 }
 
@@ -57,6 +57,8 @@ PackedRows::Unpack unpack_of(const QuantizedWeights& w) {
   switch (w.mode) {
     case QuantizedMode::affine:
       switch (w.bits) {
+        case 1:
+          return &unpack_affine<1>;
         case 2:
           return &unpack_affine<2>;
         case 3:

@@ -24,7 +24,8 @@ MITTENS_INLINE size_t larger(size_t a, size_t b) {
 }
 
 // Which numbers of rows of half types are integers: up to `most_rows` along the weights as they are read (0: none), and
-// from `least_panel_rows` in panels (0: never). Floats, which share the work on weights better, have those between.
+// from `least_panel_rows` in panels (0: never). Floats take the numbers between: their rows share the work on weights
+// better.
 struct IntegerRows {
   size_t most_rows;
   size_t least_panel_rows;

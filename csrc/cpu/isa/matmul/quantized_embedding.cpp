@@ -1,65 +1,16 @@
 #include "cpu/quantized_embedding.h"
 
 #include "cpu/isa/matmul/weights.h"
+#include "cpu/packed_rows.h"
 #include "cpu/isa/rows.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
 namespace {
 
-constexpr size_t most_grouped = 128;  // columns
-
-// The integers of a group, a byte each: 8 of them fill as many bytes as they have bits.
-template <int bits>
-MITTENS_INLINE void split_integers(const uint8_t* from, size_t size, uint8_t* codes) {
-  for (size_t i = 0; i < size / 8; ++i) {
-    uint64_t word = 0;
-    __builtin_memcpy(&word, from + i * bits, bits);
-    for (size_t j = 0; j < 8; ++j) {
-      codes[8 * i + j] = static_cast<uint8_t>(word >> (j * bits) & ((1u << bits) - 1));
-    }
-  }
-}
-
-void split_integers(int bits, const uint8_t* from, size_t size, uint8_t* codes) {
-  switch (bits) {
-    case 1:
-      return split_integers<1>(from, size, codes);
-    case 2:
-      return split_integers<2>(from, size, codes);
-    case 3:
-      return split_integers<3>(from, size, codes);
-    case 4:
-      return split_integers<4>(from, size, codes);
-    case 5:
-      return split_integers<5>(from, size, codes);
-    case 6:
-      return split_integers<6>(from, size, codes);
-    default:
-      __builtin_memcpy(codes, from, size);
-  }
-}
-
 template <typename T>
 MITTENS_INLINE Float rounded(Float v) {
   return round<T>(Floats{v, v}).a;
-}
-
-// scale * q + bias, the product and the sum rounded.
-template <typename T>
-MITTENS_INLINE void integral_group(const uint8_t* codes, size_t size, float scale, float bias, T* y) {
-  for (size_t i = 0; i < size; i += width) {
-    const Float q = __builtin_convertvector((Int)read_bytes(codes + i), Float);
-    store_in_order(y + i, rounded<T>(q * scale) + bias);
-  }
-}
-
-template <typename T>
-MITTENS_INLINE void floating_group(const uint8_t* codes, size_t size, int bits, float scale, T* y) {
-  for (size_t i = 0; i < size; i += width) {
-    const UInt code = read_bytes(codes + i);
-    store_in_order(y + i, (bits == 4 ? e2m1(code) : e4m3(code)) * scale);
-  }
 }
 
 // A byte of exponent; mx has infinity, and no NaN.
@@ -68,21 +19,35 @@ float scale_of_byte(uint8_t bits, bool is_power) {
   return is_power ? ((Float)(bits == 0 ? UInt{} + 0x00400000 : all << 23))[0] : e4m3(all)[0];
 }
 
+// scale * q + bias, the product and the sum rounded.
 template <typename T>
-void one_row(const QuantizedWeights& w, size_t n, size_t columns, T* y) {
-  alignas(64) uint8_t codes[most_grouped];
-  const size_t size = static_cast<size_t>(w.group_size);
+void affine_row(const PackedRows& from, size_t n, size_t columns, float* memory, T* y) {
+  const size_t groups = columns >> from.group_bits, size = size_t{1} << from.group_bits;
+  float *scales = memory, *biases = scales + groups;
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(biases + groups);
+  from.unpack(from, n, 0, columns, bytes, scales, biases);
+  for (size_t i = 0; i < columns; i += width) {
+    const Float q = __builtin_convertvector((Int)read_bytes(bytes + i), Float) - from.zero;
+    store_in_order(y + i, rounded<T>(q * scales[i / size]) + biases[i / size]);
+  }
+}
+
+template <typename T>
+void floating_row(const QuantizedWeights& w, size_t n, size_t columns, uint8_t* codes, T* y) {
+  constexpr Bytes16 same = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const uint8_t* from = reinterpret_cast<const uint8_t*>(w.words + n * w.words_stride);
+  if (w.bits == 4) {
+    unpack_nibbles(from, columns, same, codes);
+  } else {
+    __builtin_memcpy(codes, from, columns);
+  }
+  const auto size = static_cast<size_t>(w.group_size);
+  const uint8_t* scales = static_cast<const uint8_t*>(w.scales) + n * w.scales_stride;
   for (size_t group = 0; group < columns / size; ++group) {
-    split_integers(w.bits, from + group * size * w.bits / 8, size, codes);
-    if (w.mode == QuantizedMode::affine) {
-      const float scale = widen_one<T>(w.scales, n * w.scales_stride + group);
-      const float bias = widen_one<T>(w.biases, n * w.biases_stride + group);
-      integral_group(codes, size, scale, bias, y + group * size);
-    } else {
-      const uint8_t scale = static_cast<const uint8_t*>(w.scales)[n * w.scales_stride + group];
-      const bool is_power = w.mode != QuantizedMode::nvfp4;
-      floating_group(codes, size, w.bits, scale_of_byte(scale, is_power), y + group * size);
+    const float scale = scale_of_byte(scales[group], w.mode != QuantizedMode::nvfp4);
+    for (size_t i = group * size; i < (group + 1) * size; i += width) {
+      const UInt code = read_bytes(codes + i);
+      store_in_order(y + i, (w.bits == 4 ? e2m1(code) : e4m3(code)) * scale);
     }
   }
 }
@@ -95,19 +60,22 @@ void quantized_embedding(Type type, const QuantizedWeights& w, const uint32_t* i
     using T = decltype(t);
     const size_t row_bytes = columns * (sizeof(T) + 1);
     const size_t piece = count * row_bytes <= serial_bytes ? count : ceil_divide(piece_bytes, row_bytes);
+    const PackedRows affine = w.mode == QuantizedMode::affine ? packed_rows(w, type) : PackedRows{};
     parallel_for(count, piece, [&](size_t begin, size_t end) {
+      // Bytes, and the scales and biases of groups of 32 or more.
+      const Scratch memory(ceil_divide(columns, 4) + 2 * ceil_divide(columns, 32));
       for (size_t i = begin; i < end; ++i) {
         T* const to = static_cast<T*>(y) + i * columns;
         const bool from_end = is_signed && static_cast<int32_t>(indices[i]) < 0;
         const uint32_t n = indices[i] + (from_end ? static_cast<uint32_t>(rows) : 0);
-        if (n < rows) {
-          one_row(w, n, columns, to);
-        } else {
-          for (size_t k = 0; k < columns; k += 16) {
-            for (size_t j = 0; j < 16; j += width) {
-              store_in_order(to + k + j, Float{} + __builtin_nanf(""));
-            }
+        if (n >= rows) {
+          for (size_t k = 0; k < columns; k += width) {
+            store_in_order(to + k, Float{} + __builtin_nanf(""));
           }
+        } else if (affine.unpack) {
+          affine_row(affine, n, columns, memory.data(), to);
+        } else {
+          floating_row(w, n, columns, reinterpret_cast<uint8_t*>(memory.data()), to);
         }
       }
     });

@@ -53,7 +53,7 @@ MITTENS_INLINE Bytes32 fifths_of(const uint8_t* p) {
                                  23, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// 16 nibbles of 8 bytes each time: values in a table, the lower ones first.
+// Values in a table of the 32 nibbles of 16 bytes: the lower nibbles, then the upper ones.
 MITTENS_INLINE void look_up_nibbles(const uint8_t* p, Bytes16 table, uint8_t* to) {
   const Bytes16 both = read_16(p);
   write(to, look_up(table, both & 15), All());

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cpu/gguf.h"
+#include "cpu/isa/matmul/unpack_integers.h"
 #include "cpu/isa/rows.h"
 #include "cpu/quantized_matmul.h"
 
@@ -272,29 +273,15 @@ MITTENS_INLINE Float e2m1(UInt bits) {
 }
 
 // 12 and twice the E2M1 in each byte, which has 4 bits.
-template <typename Words>
-MITTENS_INLINE Words doubled_e2m1(Words bytes) {
-  constexpr uint8_t doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+MITTENS_INLINE UInt doubled_e2m1(UInt bytes) {
+  constexpr Bytes16 doubled = fp4_bytes - 116;
 #if defined(__AVX512F__)
-  if constexpr (sizeof(Words) == 64) {
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(doubled));
-    return (Words)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, table), (__m512i)bytes);
-  }
+  return (UInt)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, (__m128i)doubled), (__m512i)bytes);
 #elif defined(__AVX2__)
-  if constexpr (sizeof(Words) == 32) {
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(doubled));
-    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)bytes);
-  }
-#elif defined(__ARM_NEON)
-  return (Words)vqtbl1q_u8(vld1q_u8(doubled), (uint8x16_t)bytes);
+  return (UInt)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)doubled), (__m256i)bytes);
+#else
+  return (UInt)look_up(doubled, (Bytes16)bytes);
 #endif
-  uint8_t each[sizeof(Words)];
-  __builtin_memcpy(each, &bytes, sizeof(Words));
-  for (uint8_t& byte : each) {
-    byte = doubled[byte];
-  }
-  __builtin_memcpy(&bytes, each, sizeof(Words));
-  return bytes;
 }
 
 // Powers of two in bytes; the largest code is no number.

@@ -51,7 +51,7 @@ struct Token {
                                           part.tap,
                                           part.after_tap,
                                           shape.taps};
-      convolve(convolution, channel, x, n, writes, memory.weights, out,
+      convolve(convolution, channel, x, n, writes, weights_by_tap(convolution, channel, n, memory.weights), out,
                [](Float sum) MITTENS_INLINED { return silu(sum); });
     };
     convolved(0, key_head * columns, row(inputs.q, sequence, key_head, 0), columns, is_first, q);
@@ -64,11 +64,11 @@ struct Token {
     const float decay = exp(number_of(inputs.a_log, head));
     float gate = 0;
     if (shape.gate_per_column) {
-      for (size_t i = 0; i < columns; ++i) {
-        const float time = softplus(widen_one<T>(a, i) + number_of(inputs.dt_bias, head * columns + i));
-        memory.gates[i] = exp(-(decay * time));
-      }
-      clear(memory.gates + columns, stride - columns);
+      widened_numbers(inputs.dt_bias, head * columns, columns, memory.gates);
+      each_vector(columns, [&](size_t i, auto part) MITTENS_INLINED {
+        const Float time = softplus(load_in_order(a + i, part) + read<Float>(memory.gates + i, All()));
+        write(memory.gates + i, exp(-(decay * time)), All());
+      });
     } else {
       gate = exp(-(decay * softplus(widen_one<T>(a, 0) + number_of(inputs.dt_bias, head))));
     }
@@ -85,7 +85,7 @@ struct Token {
     }
     const float square = sum_of_squares(results, padded_width(rows));
     const float inverse = inverse_root(square / static_cast<float>(rows) + shape.eps);
-    widened_numbers(inputs.norm_weight, rows, values);
+    widened_numbers(inputs.norm_weight, 0, rows, values);
     const T* z = row(inputs.z, sequence, key_head, head_of_key);
     each_vector(rows, [&](size_t i, auto part) MITTENS_INLINED {
       const Float normed = read<Float>(results + i, All()) * inverse * read<Float>(values + i, All());
@@ -94,8 +94,8 @@ struct Token {
     });
   }
 
-  static void widened_numbers(const Numbers& numbers, size_t n, float* out) {
-    with_type(numbers.type, [&](auto t) MITTENS_INLINED { widened((const decltype(t)*)numbers.data, n, out); });
+  static void widened_numbers(const Numbers& numbers, size_t first, size_t n, float* out) {
+    with_type(numbers.type, [&](auto t) MITTENS_INLINED { widened((const decltype(t)*)numbers.data + first, n, out); });
   }
 };
 

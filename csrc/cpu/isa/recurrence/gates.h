@@ -6,9 +6,10 @@
 namespace mittens::cpu::MITTENS_ISA {
 
 // log(1 + e) for 0 <= e <= 1: twice the artanh of e / (2 + e), which is at most 1 / 3.
-MITTENS_INLINE float log_of_one_plus(float e) {
-  const float z = e / (2.0f + e), z2 = z * z;
-  float p = 1.0f / 15;
+template <typename V>
+MITTENS_INLINE V log_of_one_plus(V e) {
+  const V z = e / (2.0f + e), z2 = z * z;
+  V p = V{} + 1.0f / 15;
   p = p * z2 + 1.0f / 13;
   p = p * z2 + 1.0f / 11;
   p = p * z2 + 1.0f / 9;
@@ -21,6 +22,10 @@ MITTENS_INLINE float log_of_one_plus(float e) {
 // log(1 + e^x); NaN stays NaN.
 MITTENS_INLINE float softplus(float x) {
   return (x > 0 ? x : 0) + log_of_one_plus(exp(x > 0 ? -x : x));
+}
+
+MITTENS_INLINE Float softplus(Float x) {
+  return (x > 0 ? x : Float{}) + log_of_one_plus(exp(x > 0 ? -x : x));
 }
 
 MITTENS_INLINE float sigmoid(float x) {

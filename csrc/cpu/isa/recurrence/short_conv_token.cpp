@@ -11,17 +11,10 @@ constexpr size_t tasks_of_piece = 32;  // fewer are done sooner than another thr
 template <typename T>
 void channels_of(const ShortConvToken& shape, const T* projected, const TokenConvolution& all, size_t sequence,
                  size_t first, size_t n, T* y) {
-  const size_t state_at = sequence * (shape.taps - 1) * shape.channels;
-  const auto channels = static_cast<int64_t>(shape.channels);
-  Convolution<T> convolution = {(const T*)all.before + state_at,
-                                (const T*)all.weight,
-                                (const T*)all.bias,
-                                (T*)all.after + state_at,
-                                channels,
-                                channels,
-                                shape.taps};
+  Convolution<T> convolution = convolution_of<T>(all, sequence, shape.channels, shape.taps);
   const Scratch memory(convolution.memory_of(n) + padded_width(n));
   float* sums = memory.data() + convolution.memory_of(n);
+  const float* by_tap = weights_by_tap(convolution, first, n, memory.data());
   for (size_t token = sequence * shape.tokens; token < (sequence + 1) * shape.tokens; ++token) {
     const T* b = projected + token * 3 * shape.channels + first;
     const T* c = b + shape.channels;
@@ -30,7 +23,7 @@ void channels_of(const ShortConvToken& shape, const T* projected, const TokenCon
     each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
       store_in_order(products + i, load_in_order(b + i, part) * load_in_order(x + i, part), part);
     });
-    convolve(convolution, first, products, n, true, memory.data(), sums, [](Float sum) MITTENS_INLINED { return sum; });
+    convolve(convolution, first, products, n, true, by_tap, sums, [](Float sum) MITTENS_INLINED { return sum; });
     T* out = y + token * shape.channels + first;
     each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
       store_in_order(out + i, load_in_order(c + i, part) * read<Float>(sums + i, All()), part);

@@ -14,29 +14,16 @@ struct Token {
   T* y;
   float* state;
 
-  Convolution<T> convolution(size_t sequence) const {
-    const TokenConvolution& all = inputs.convolution;
-    const size_t at = sequence * (shape.taps - 1) * shape.channels();
-    const auto channels = static_cast<int64_t>(shape.channels());
-    return {(const T*)all.before + at,
-            (const T*)all.weight,
-            (const T*)all.bias,
-            (T*)all.after + at,
-            channels,
-            channels,
-            shape.taps};
-  }
-
   void head(size_t sequence, size_t head, float* numbers) const {
     const size_t columns = shape.columns, rows = shape.rows;
     const size_t heads_of_group = shape.heads / shape.groups, group = head / heads_of_group;
     const HeadMemory memory(numbers, rows, columns);
     const T* projected = (const T*)inputs.projected + sequence * (shape.inner() + shape.channels() + shape.heads);
     const T* mixed = projected + shape.inner();
-    const Convolution<T> all = convolution(sequence);
+    const Convolution<T> all = convolution_of<T>(inputs.convolution, sequence, shape.channels(), shape.taps);
     const bool is_first = head % heads_of_group == 0;
     const auto convolved = [&](size_t channel, size_t n, bool writes, float* out) {
-      convolve(all, channel, mixed + channel, n, writes, memory.weights, out,
+      convolve(all, channel, mixed + channel, n, writes, weights_by_tap(all, channel, n, memory.weights), out,
                [](Float sum) MITTENS_INLINED { return silu(sum); });
     };
     convolved(head * rows, rows, true, memory.values);
