@@ -573,24 +573,19 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
   if (!queries || !fresh_keys || !fresh_values || (is_packed && rotary.value_norm)) {
     return std::nullopt;
   }
-  mx::Shape like_values = *fresh_keys;
-  like_values[3] = value_width;
-  if (like_values != *fresh_values) {
+  const int key_heads = (*fresh_keys)[1], batch = (*queries)[0], tokens = (*queries)[2];
+  if (*fresh_keys != mx::Shape{batch, key_heads, tokens, (*queries)[3]} ||
+      *fresh_values != mx::Shape{batch, key_heads, tokens, value_width}) {
     return std::nullopt;
-  }
-  for (int axis : {0, 2, 3}) {
-    if ((*fresh_keys)[axis] != (*queries)[axis]) {
-      return std::nullopt;
-    }
   }
   if (new_keys.dtype() != dtype || new_values.dtype() != dtype) {
     return std::nullopt;
   }
   for (size_t i = 0; i < buffers.size(); ++i) {
     const mx::array& buffer = buffers[i];
-    if (buffer.shape(0) != (*queries)[0] || buffer.shape(1) != (*fresh_keys)[1] ||
+    if (buffer.shape(0) != batch || buffer.shape(1) != key_heads ||
         buffer.shape(tokens_axis) != buffers[i / each * each].shape(tokens_axis) ||
-        (*queries)[2] > buffer.shape(tokens_axis) - start ||
+        tokens > buffer.shape(tokens_axis) - start ||
         !holds_heads(buffer, i % each, i < each ? width : value_width, packing, dtype)) {
       return std::nullopt;
     }
@@ -602,7 +597,7 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
     return std::nullopt;
   }
   mx::Shape heads = *queries;
-  heads[1] += 2 * (*fresh_keys)[1];
+  heads[1] += 2 * key_heads;
   const bool goes_to_mx = packing.bits ? is_switched_off("quantized_rope_append")
                                        : prefer_mx_append(heads, dtype, rotary.query_norm.has_value(), stream);
   if (goes_to_mx) {

@@ -28,7 +28,7 @@ struct Rope {
 
   bool operator==(const Rope&) const = default;
 
-  size_t norms() const {  // arrays of them
+  size_t norms() const {  // number of arrays with norm weights
     return 2 * has_norms + has_value_norm;
   }
 
