@@ -498,7 +498,14 @@ std::optional<Place> place_of_token(const Rotating& cache, const mx::array& new_
 }
 
 // mlx-lm's _update_concat of several: the tokens in their order, but for the oldest, and the new ones behind them.
+// While all fit into the window, buffers have the room that appends of one token leave, and take these in place. Beyond
+// it attention sees more tokens than the window has places, in their order: that needs new buffers.
 std::optional<Place> place_of_tokens(const Rotating& cache, const mx::array& new_keys, const mx::array& new_values) {
+  const int tokens = new_keys.shape(tokens_axis), end = cache.tokens + tokens;
+  const bool fits = !cache.is_rotated && cache.index == cache.tokens && end <= cache.most;
+  if (fits && end <= cache.size()) {
+    return Place{std::nullopt, cache.index, end, 0, false};
+  }
   Runs runs;
   int before = 0, dropped = 0;
   if (!cache.held.empty()) {
@@ -529,8 +536,9 @@ std::optional<Place> place_of_tokens(const Rotating& cache, const mx::array& new
     runs = std::move(rest);
     before -= dropped;
   }
-  const int tokens = new_keys.shape(tokens_axis);
-  auto made = made_of_runs(cache, runs, new_keys, new_values, tokens);
+  const int step = std::max(cache.step, 1);
+  const int more = fits ? std::min((tokens + step - 1) / step * step, cache.most - before) : tokens;
+  auto made = made_of_runs(cache, runs, new_keys, new_values, more);
   if (!made) {
     return std::nullopt;
   }

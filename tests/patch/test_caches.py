@@ -193,12 +193,13 @@ def test_other_quantized_caches_stay_mlx_lms(native, lenient, small_steps, what)
             np.testing.assert_array_equal(np.array(a), np.array(b))
 
 
-def batch_rotating_steps(made, prompt, tokens, together):
-    """What attention sees of a batch after a prompt and then token by token."""
+def batch_rotating_steps(made, lengths, together):
+    """What attention sees of a batch after a prompt and the tokens behind it."""
     rng = np.random.default_rng(4)
-    heads = [mx.array(rng.standard_normal((2, n, prompt + tokens, 64)).astype(np.float32)) for n in (4, 2, 2)]
-    pending, results = [], []
-    for first, end in [(0, prompt), *((i, i + 1) for i in range(prompt, prompt + tokens))]:
+    heads = [mx.array(rng.standard_normal((2, n, sum(lengths), 64)).astype(np.float32)) for n in (4, 2, 2)]
+    pending, results, end = [], [], 0
+    for tokens in lengths:
+        first, end = end, end + tokens
         q, k, v = (a[:, :, first:end] * 1 for a in heads)
         q, k = (mx.fast.rope(a, 64, traditional=False, base=1e4, scale=1.0, offset=made.offset) for a in (q, k))
         mask = made.make_mask(end - first)
@@ -209,18 +210,21 @@ def batch_rotating_steps(made, prompt, tokens, together):
             results += map(np.array, pending)
             pending = []
     results += map(np.array, pending)
-    return results, [np.array(a) for a in (keys, values, made.keys, made.values)]
+    return results, [np.array(a) for a in (keys, values)]
 
 
 @pytest.mark.parametrize("together", [1, 3])
-@pytest.mark.parametrize("most, prompt", [(8, 5), (8, 20), (24, 5), (30, 30)], ids=str)
-def test_tokens_into_a_batch_of_rotating_caches(native, lenient, small_steps, most, prompt, together):
+@pytest.mark.parametrize("most, lengths", [
+    (8, [5, *[1] * 40]), (8, [20, *[1] * 40]), (24, [5, *[1] * 40]), (30, [30, *[1] * 40]),
+    (8, [5, 3, 1, 4, 1, 9, 1]), (40, [5, 3, 1, 4, 1, 9, 1, 1, 16, 2, 1, 3])
+], ids=str)  # fmt: skip
+def test_tokens_into_a_batch_of_rotating_caches(native, lenient, small_steps, most, lengths, together):
     """A start for each row, before and after the keys rotate, and where the buffers grow."""
-    caches, tokens = [cache.BatchRotatingKVCache(most, [0, 3]) for _ in range(2)], 40
-    expected, held = batch_rotating_steps(caches[0], prompt, tokens, together)
+    caches = [cache.BatchRotatingKVCache(most, [0, 3]) for _ in range(2)]
+    expected, held = batch_rotating_steps(caches[0], lengths, together)
     mm.stats(reset=True)
     with mm.patched():
-        found, ours = batch_rotating_steps(caches[1], prompt, tokens, together)
+        found, ours = batch_rotating_steps(caches[1], lengths, together)
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         padding = 3 if i == 0 else 0  # a query before a row's start sees nothing
         np.testing.assert_allclose(a[:, :, padding:], b[:, :, padding:], atol=LAYERS, err_msg=f"step {i}")
@@ -230,7 +234,7 @@ def test_tokens_into_a_batch_of_rotating_caches(native, lenient, small_steps, mo
         assert getattr(caches[0], field) == getattr(caches[1], field), field
     for field in ("offset", "left_padding"):
         assert getattr(caches[0], field).tolist() == getattr(caches[1], field).tolist(), field
-    assert tiny.kernels("rope_append") == tokens + 1
+    assert tiny.kernels("rope_append") == len(lengths)
 
 
 def test_what_counts_positions_is_computed_at_each_step(native, small_steps, tmp_path):

@@ -82,11 +82,15 @@ def test_prompts_in_chunks_over_a_rotating_cache(name, chunk):
         assert tiny.tokens(model, prompt, 12, prefill_step_size=chunk) == expected
 
 
-def steps(rng, rotating: cache.RotatingKVCache, prompt: int, tokens: int, together: int) -> list[np.ndarray]:
-    """What attention sees after a prompt and then token by token, evaluated so many at once."""
-    heads = [mx.array(rng.standard_normal((1, n, prompt + tokens, 64)).astype(np.float32)) for n in (4, 2, 2)]
-    pending, results = [], []
-    for first, end in [(0, prompt), *((i, i + 1) for i in range(prompt, prompt + tokens))]:
+def steps(rng, rotating: cache.RotatingKVCache, lengths: list[int], together: int, drafts: int = 0) -> list[np.ndarray]:
+    """What attention sees after a prompt and then a few tokens at a time, evaluated so many steps at once.
+
+    Of several tokens as many as `drafts` are taken back, as far as the cache can be trimmed.
+    """
+    heads = [mx.array(rng.standard_normal((1, n, sum(lengths), 64)).astype(np.float32)) for n in (4, 2, 2)]
+    pending, results, end = [], [], 0
+    for tokens in lengths:
+        first, end = end, end + tokens
         q, k, v = (a[:, :, first:end] * 1 for a in heads)
         q, k = (mx.fast.rope(a, 64, traditional=False, base=1e4, scale=1.0, offset=rotating.offset) for a in (q, k))
         mask = rotating.make_mask(end - first)
@@ -96,24 +100,63 @@ def steps(rng, rotating: cache.RotatingKVCache, prompt: int, tokens: int, togeth
             mx.eval(pending)
             results += map(np.array, pending)
             pending = []
-    return [*results, *map(np.array, pending), np.array(keys), np.array(values), np.array(rotating.keys)]
+        if 1 < tokens < 10 and rotating.is_trimmable():
+            rotating.trim(min(drafts, tokens - 1))
+    return [*results, *map(np.array, pending), np.array(keys), np.array(values)]
 
 
 @pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("most, keep, prompt", [(8, 0, 5), (8, 0, 20), (12, 4, 3), (12, 4, 30), (300, 0, 250)], ids=str)
 def test_tokens_into_a_rotating_cache(most, keep, prompt, together):
     """Its order of keys, before and after they rotate, and where its buffers grow."""
-    caches = [cache.RotatingKVCache(most, keep) for _ in range(2)]
-    tokens = 60 if most == 300 else 20
-    expected = steps(np.random.default_rng(1), caches[0], prompt, tokens, together)
+    lengths = [prompt, *[1] * (60 if most == 300 else 20)]
+    ours, theirs = compared(cache.RotatingKVCache, (most, keep), lengths, together)
+    np.testing.assert_allclose(np.array(ours.keys), np.array(theirs.keys), atol=LAYERS)
+
+
+def compared(kind, arguments, lengths, together, drafts=0):
+    """A cache under the patch and mlx-lm's after the same tokens, each step with one append."""
+    theirs, ours = kind(*arguments), kind(*arguments)
+    expected = steps(np.random.default_rng(1), theirs, lengths, together, drafts)
     mm.stats(reset=True)
     with mm.patched():
-        found = steps(np.random.default_rng(1), caches[1], prompt, tokens, together)
+        found = steps(np.random.default_rng(1), ours, lengths, together, drafts)
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         np.testing.assert_allclose(a, b, atol=LAYERS, err_msg=f"step {i}")
-    ours, theirs = (([c.offset, c._idx, c.max_size, c.keep]) for c in caches[::-1])
-    assert ours == theirs
-    assert tiny.kernels("rope_append") == tokens + 1
+    assert [ours.offset, ours._idx, ours.max_size, ours.keep] == [
+        theirs.offset,
+        theirs._idx,
+        theirs.max_size,
+        theirs.keep,
+    ]
+    assert tiny.kernels("rope_append") == len(lengths)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("most, keep", [(6, 0), (24, 4), (48, 0), (400, 8)], ids=str)
+def test_several_tokens_into_a_rotating_cache(monkeypatch, most, keep, drafts, together):
+    """Chunks and drafts, before the window is full, over its end and behind it."""
+    monkeypatch.setattr(cache.RotatingKVCache, "step", 16)
+    compared(cache.RotatingKVCache, (most, keep), [5, 3, 1, 4, 2, 1, 8, 1, 1, 6, 16, 3, 1, 2, 5, 1], together, drafts)
+
+
+@pytest.mark.parametrize("most, copies", [(64, 0), (20, 1)], ids=["room", "no room"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_drafts_within_a_window_are_appended_in_place(tmp_path, batched, most, copies):
+    """In one launch, without a copy of the keys before them, where the window has room for them."""
+    made = cache.BatchRotatingKVCache(most, [0]) if batched else cache.RotatingKVCache(most)
+    turned = lambda a: mx.fast.rope(a, 64, traditional=False, base=1e4, scale=1.0, offset=made.offset)
+    heads = [mx.random.normal((1, n, 16, 64)) for n in (4, 2, 2)]
+    mx.eval(heads)
+    with mm.patched():
+        for tokens in (16, 5):
+            queries, keys, values = (a[:, :, :tokens] * 1 for a in heads)
+            queries, (keys, values) = turned(queries), made.update_and_fetch(turned(keys), values)
+            text = operations(queries, keys, values, tmp_path=tmp_path)
+            mx.eval(queries, keys, values)
+    assert ("Concatenate" in text) == bool(copies)
 
 
 def test_a_rotating_cache_that_is_shared_is_copied():
