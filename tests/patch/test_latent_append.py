@@ -104,7 +104,7 @@ def test_nothing_is_kept_where_the_norm_is_held(rng, native):
     assert_near(seen[:, 0], normed, "latents", LAYERS)
 
 
-SPARSE = ["deepseek_v32", "glm_moe_dsa"]  # which choose keys: of glm_moe_dsa some of the tokens here see eight
+SPARSE = ["deepseek_v32", "glm_moe_dsa"]  # attention over chosen keys: eight for some tokens of glm_moe_dsa here
 
 
 @pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
