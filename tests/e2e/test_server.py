@@ -1,6 +1,8 @@
-"""mlx-lm's server with the patch on, answering eight requests at once."""
+"""mlx-lm's server with the patch on, answering eight and 32 requests at once."""
 
+import mlx.core as mx
 import pytest
+from helpers import tiny
 
 from mlx_mittens.bench.serving import PROMPTS, Server, ServerError
 
@@ -24,6 +26,17 @@ def test_requests_with_quantized_caches(trained, tmp_path):
     with Server(trained / "4bit", False, tmp_path / "theirs.log", options=options) as server:
         theirs = server.answers(PROMPTS, 24, 8)
     assert together.texts == alone.texts == theirs.texts and all(together.texts)
+
+
+@pytest.mark.parametrize("options", [(), ("--kv-bits", "8", "--quantized-kv-start", "0")], ids=["half", "8 bits"])
+def test_thirty_two_requests_at_once(tmp_path, options):
+    """None is reset, no thread of the server fails, and each text is the request's alone."""
+    folder = tiny.save(tmp_path / "model", "llama-3.2-1b", mx.float32, 4, make=tiny.build_varied)
+    prompts = [f"{PROMPTS[i % len(PROMPTS)]} {i}" for i in range(32)]
+    with Server(folder, True, tmp_path / "log", exact=True, options=options) as server:
+        together, alone = (server.answers(prompts, 8, at_once) for at_once in (32, 1))
+    assert together.texts == alone.texts and len(set(together.texts)) > 8
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_a_model_that_is_not_there(tmp_path):

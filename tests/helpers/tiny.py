@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -54,10 +54,24 @@ def build(name: str, dtype: mx.Dtype, bits: int | None = None, **changes: Any) -
     return architectures.build(name, dtype, bits, **{**config(name), **changes})
 
 
-def save(folder: Path, name: str, dtype: mx.Dtype, bits: int | None = None, **changes: Any) -> Path:
+def build_varied(name: str, dtype: mx.Dtype, bits: int | None = None, **changes: Any) -> nn.Module:
+    """The same with weights drawn for each layer: its texts vary, while `build`'s repeat one token."""
+    model = build(name, dtype, **changes)
+    matrices = [(path, a) for path, a in tree_flatten(model.parameters()) if a.ndim >= 2 and a.dtype == dtype]
+    drawn = [(path, (mx.random.normal(a.shape) * 2 * a.shape[-1] ** -0.5).astype(dtype)) for path, a in matrices]
+    model.update(tree_unflatten(drawn))
+    if bits:
+        nn.quantize(
+            model, 64, bits, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] >= 64
+        )
+    mx.eval(model.parameters())
+    return model
+
+
+def save(folder: Path, name: str, dtype: mx.Dtype, bits: int | None = None, make: Any = build, **changes: Any) -> Path:
     """Writes a small model in mlx-lm's format; its tokenizer has a token for each byte."""
     folder.mkdir()
-    weights = dict(tree_flatten(build(name, dtype, bits, **changes).parameters()))
+    weights = dict(tree_flatten(make(name, dtype, bits, **changes).parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     quantization = {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
     (folder / "config.json").write_text(json.dumps({**config(name), **changes, **quantization}))
