@@ -268,11 +268,13 @@ class Gemv : public KernelPrimitive {
   ColumnsPlan columns_plan(const mx::array& x, const ProductSizes& sizes, bool packs, uint32_t most_splits) {
     const uint32_t pack = pack_elements(x);
     const ColumnsKernels kernels{packs ? pack : 1, pack, kGemvColumnsRows};
-    const Problem problem = product_problem(op, x.dtype(), false, sizes);
-    if (!is_exact_of(sizes)) {
-      return plan_columns(problem, sizes, kernels, most_splits, stream());
+    const bool is_exact = is_exact_of(sizes);
+    const ProductSizes planned = is_exact ? ProductSizes{1, 1, sizes.columns, sizes.outputs} : sizes;
+    const Problem problem = product_problem(op, x.dtype(), false, planned);
+    ColumnsPlan plan = plan_columns(problem, planned, kernels, most_splits, stream());
+    if (!is_exact) {
+      return plan;
     }
-    ColumnsPlan plan = plan_columns(problem, {1, 1, sizes.columns, sizes.outputs}, kernels, most_splits, stream());
     plan.rows = std::min<uint32_t>(std::bit_ceil(std::max(sizes.rows, 1u)), kGemvColumnsRows);
     plan.row_blocks = ceil_divide(sizes.rows, plan.rows);
     return plan;
@@ -334,9 +336,8 @@ std::optional<mx::array> try_product(const char* called, const mx::array& x, con
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows && !has_dense_tiles(sizes, transpose, dtype, stream)) {
     return fallback(called, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  const bool is_few_exact = is_exact() && are_few_exact(rows);
-  const char* reason = is_few_exact ? nullptr : why_mx_gemv(sizes, transpose, dtype, stream);
-  if (prefer_mx(product_problem(op, dtype, transpose, sizes), reason, stream, called)) {
+  const char* reason = why_mx_gemv(sizes, transpose, dtype, stream);
+  if (prefer_mx_product(product_problem(op, dtype, transpose, sizes), reason, stream, called)) {
     return std::nullopt;
   }
   Arrays inputs = {in_dtype(x, dtype, stream), in_dtype(w, dtype, stream)};

@@ -5,6 +5,7 @@
 
 #include "params/matmul.h"
 #include "runtime/array_layout.h"
+#include "runtime/fallback.h"
 #include "runtime/numerics.h"
 #include "runtime/plan_table.h"
 
@@ -740,8 +741,16 @@ bool is_exact_by_plan(size_t rows, mx::Stream stream) {
   return are_few_exact(rows) && runs_apple_kernels(stream);
 }
 
+bool prefer_mx_product(const Problem& problem, const char* reason, mx::Stream stream, const char* called) {
+  const uint32_t matrices = problem.sizes[0], rows = problem.sizes[1];
+  if (is_exact() && matrices == 1 && are_few_exact(rows) && runs_kernels(stream)) {
+    return is_switched_off(called ? called : problem.op);
+  }
+  return prefer_mx(problem, reason, stream, called);
+}
+
 bool gates_exact_rows(mx::Stream stream) {
-  return !runs_kernels(stream) || gpu_of(stream).vendor == Gpu::Vendor::apple;
+  return !runs_kernels(stream) || runs_apple_kernels(stream);
 }
 
 uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream) {

@@ -228,8 +228,13 @@ constexpr bool are_few_exact(size_t rows) {
   return rows <= most_gemv_rows;
 }
 
-// Whether a plan of one row, as it is chosen otherwise, is exact for several.
+// Whether plan_affine_exact serves, so that rows asked to be exact share a launch.
 bool is_exact_by_plan(size_t rows, mx::Stream stream);
+
+// Whether mx computes a product that a kernel covers as well. It gets no exact rows on a GPU, if they are few: its sums
+// depend on how many there are.
+// problem: of product_problem.
+bool prefer_mx_product(const Problem& problem, const char* reason, mx::Stream stream, const char* called = nullptr);
 
 // Whether gate and up of exact rows are one launch: elsewhere each row would read the weights.
 bool gates_exact_rows(mx::Stream stream);

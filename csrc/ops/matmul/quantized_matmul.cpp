@@ -457,9 +457,9 @@ std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, con
   }
   const ProductSizes sizes{exact ? 1 : static_cast<uint32_t>(matrices), static_cast<uint32_t>(rows),
                            static_cast<uint32_t>(shape.columns), static_cast<uint32_t>(shape.outputs)};
-  const bool is_few_exact = is_exact() && format.transpose && matrices == 1 && are_few_exact(rows);
-  const char* reason = is_few_exact ? nullptr : why_mx_affine(kernels, format, dtype, sizes, stream);
-  if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
+  const Problem problem = product_problem(op, dtype, affine_number(format), sizes);
+  const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
+  if (format.transpose ? prefer_mx_product(problem, reason, stream) : prefer_mx(problem, reason, stream)) {
     return std::nullopt;
   }
   if (bias) {
@@ -562,14 +562,16 @@ mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const m
   if (w.ndim() != 2) {
     checks::fail(op, "w has shape ", w.shape(), ": exact=True expects one matrix, of two dimensions");
   }
-  if (leading_size(x, 1) <= 1) {
+  const size_t rows = leading_size(x, 1);
+  const bool by_plan = transpose && is_exact_by_plan(rows, checks::checked_stream(op, where));
+  if (rows == 0 || (rows == 1 && !by_plan)) {
     return product(x);
   }
-  if (transpose && is_exact_by_plan(leading_size(x, 1), checks::checked_stream(op, where))) {
-    const WithNumerics exact_plan({true, false});
-    return product(x);
-  }
-  auto y = try_product(x, w, scales, biases, transpose, group_size, bits, mode, bias, true, where);
+  const auto together = [&] {
+    const WithNumerics exact_plan(by_plan ? Numerics{true, false} : numerics());
+    return try_product(x, w, scales, biases, transpose, group_size, bits, mode, bias, !by_plan, where);
+  };
+  auto y = together();
   return y ? *std::move(y) : row_by_row(x, where, product);
 }
 

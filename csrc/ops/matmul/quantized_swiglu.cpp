@@ -231,14 +231,18 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     };
     return gated(product(1), product(4), activation, stream);
   };
+  const size_t all_rows = leading_size(x, 1);
+  const bool by_plan = exact && is_exact_by_plan(all_rows, stream);
+  const bool apart = exact && !by_plan && all_rows > 1;  // each row as a matrix of its own
+  const WithNumerics exact_plan(by_plan ? Numerics{true, false} : numerics());
   auto products_of_mx = [&] {
-    return exact ? row_by_row(inputs[0], stream, product_of_rows) : product_of_rows(inputs[0]);
+    return exact && all_rows > 1 ? row_by_row(inputs[0], stream, product_of_rows) : product_of_rows(inputs[0]);
   };
   auto by_mx = [&](const std::string& reason) {
     fall_back(op, reason);
     return products_of_mx();
   };
-  const size_t rows = exact ? 1 : leading_size(x, 1);  // that share their work
+  const size_t rows = apart ? 1 : all_rows;  // that share their work
   if (const char* reason = why_not_covered(format)) {
     return by_mx(reason);
   }
@@ -256,20 +260,20 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (is_exact() && !gates_exact_rows(stream)) {
     return own_products();
   }
-  if (exact && stream.device == mx::Device::gpu && leading_size(x, 1) > most_matrices) {
+  if (apart && stream.device == mx::Device::gpu && all_rows > most_matrices) {
     return by_mx("more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");
   }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(x.shape(-1)),
                            static_cast<uint32_t>(outputs)};
   const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
-  if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
+  if (prefer_mx_product(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return products_of_mx();
   }
   if (takes_norm) {
     constexpr long holders = 2;  // the caller and the inputs
     return swiglu_of(x, holders, format, activation, std::move(inputs), stream);
   }
-  return first_output(std::make_shared<QuantizedSwiglu>(stream, format, activation, exact), std::move(inputs));
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, format, activation, apart), std::move(inputs));
 }
 
 }  // namespace
@@ -305,12 +309,7 @@ namespace {
 mx::array bound_quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up,
                                  std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
                                  const std::string& activation, bool exact, mx::StreamOrDevice where) {
-  const bool several = x.ndim() > 0 && leading_size(x, 1) > 1;
-  if (exact && several && is_exact_by_plan(leading_size(x, 1), checks::checked_stream(op, where))) {
-    const WithNumerics exact_plan({true, false});
-    return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, false, false, where);
-  }
-  return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, exact && several, false, where);
+  return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, exact, false, where);
 }
 
 mx::array swiglu_of_norm(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,

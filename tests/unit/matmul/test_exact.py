@@ -7,6 +7,7 @@ from helpers.matrices import draw, quantize
 from helpers.tolerances import SUMS
 
 import mlx_mittens as mm
+from mlx_mittens import _ext
 
 
 def assert_rows_alone(of, x):
@@ -100,6 +101,30 @@ def test_dense_weights_on_gpus(rng, dtype, gpu, shape):
             x = draw(rng, (rows, shape[1]), dtype)
             assert_rows_alone(lambda x: mm.gemv(w, x, bias), x)
             assert_rows_alone(lambda x: mm.matmul(x, by_columns, transpose=False), x)
+
+
+@pytest.mark.parametrize("gpu", ["m2-max", "m5", "h200"])
+def test_exact_rows_stay_where_mx_is_faster(rng, gpu, lenient):
+    """The sums of mx's kernels depend on the number of rows."""
+    triple, dense = quantize(rng, (40, 576), mx.float16, 64, 4), draw(rng, (40, 576), mx.float16)
+    x = draw(rng, (14, 576), mx.float16) / 20
+    products = {
+        "quantized_matmul": lambda x: mm.quantized_matmul(x, *triple),
+        "quantized_swiglu": lambda x: mm.quantized_swiglu(x, triple, triple),
+        "gemv": lambda x: mm.gemv(dense, x),
+    }
+    with mm.simulator.enabled(gpu=gpu):
+        _ext.calibration_force((True, "", 0))  # mx is the faster
+        try:
+            with mm.patched(exact=True):
+                for product in products.values():
+                    assert_rows_alone(product, x)
+            assert_rows_alone(lambda x: mm.quantized_matmul(x, *triple, exact=True), x)
+            mm.stats(reset=True)
+            mx.eval([product(x) for product in products.values()])
+            assert not any(mm.stats()[op]["kernels"] for op in products), "rows that need not be exact go to mx"
+        finally:
+            _ext.calibration_force(None)
 
 
 @pytest.mark.parametrize("gpu", ["m2-max", "h200"])
