@@ -151,7 +151,7 @@ inline void add_not_finite(
         const typename Source::Run run = a.load(min(first + c * 8 + row, rows - 1), part * 8 + tile_row(lane));
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-          const U value = Source::element(run, e);
+          const U value = U(Source::element(run, e));
           thread float2& sum = sums.at[part * E + e][0];
           sum.x = is_finite(value) || weights.x == U(0) ? sum.x : fma(float(weights.x), float(value), sum.x);
           sum.y = is_finite(value) || weights.y == U(0) ? sum.y : fma(float(weights.y), float(value), sum.y);

@@ -26,7 +26,7 @@ struct AffinePairs {
 
   static T element(Run run, int i) {
     const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
-    return Single::element(typename Single::Run{run.integers, affine.x, affine.y}, i);
+    return T(Single::element(typename Single::Run{run.integers, affine.x, affine.y}, i));
   }
 };
 
