@@ -487,7 +487,8 @@ PEERS: dict[str, Peer] = {
     "layer_norm": Peer(layer_norm, lambda case, options: _fills_threads(case.shape[-1]) and has_checkout()),
     "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1 and not has_bias(case)),
     "quantized_matmul": Peer(
-        quantized_matmul, lambda case, options: options.get("transpose", True) and "mode" not in options
+        quantized_matmul,
+        lambda case, options: options.get("transpose", True) and not {"mode", "exact"} & options.keys(),
     ),
     "scaled_dot_product_attention": Peer(_attention_of_case, _covers_attention),
 }

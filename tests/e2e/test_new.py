@@ -79,7 +79,7 @@ def test_refuses_words_of_the_languages(clone, capsys, family):
         ("tests", "exists: mlx_mittens/specs/norm.py has _tests"),
         ("draw", "exists: mlx_mittens/specs/norm.py has _draw"),
         ("row_sum", "exists: metal/mittens/tile.h uses it"),
-        ("instantiate_kernel", "exists: metal/mittens/instantiate.h uses it"),
+        ("instantiate_kernel", "exists: metal/attention/dense.h uses it"),
         ("launch", "exists: csrc/backends/launch.h has a type Launch"),
         ("arrays", "exists: csrc/runtime/primitive.h has a type Arrays"),
         ("kernel_primitive", "exists: csrc/runtime/primitive.h has a type KernelPrimitive"),
