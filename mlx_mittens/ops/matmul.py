@@ -201,7 +201,7 @@ def quantized_matmul(
         exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. On Apple GPUs up to 16 rows share
             their work all the same, if ``transpose``; elsewhere rows then share none.
         activations (str, optional): On a CPU ``"int8"`` lets the kernel round ``x`` to 8 bits, with a scale for each
-            group or word of ``w``, where that is faster: with 4 or 8 bits in ``affine`` mode and ``transpose``. Results
+            group or word of ``w``, where that is faster: in every format but ``mxfp8``, if ``transpose``. Results
             then err by about 0.6 percent, and by up to 3 where a few elements are much larger than the others,
             relative to the root mean squares of ``x`` and ``w``. Rows that are not finite are not rounded. By default
             it is what ``mlx_mittens.patch()`` says.

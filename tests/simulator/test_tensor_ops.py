@@ -208,7 +208,7 @@ FILL = """for (ushort i = 0; i < x.get_capacity(); ++i) x[i] = half(i + lane);
 WRONG = {
     "divergence": (SETUP + FILL + "if (lane < 31) op.run(x, w, y);", 32, False, "is missed by 1 of 32"),
     "left operand not filled": (
-        SETUP + FILL.replace("x.get_capacity()", "7") + "op.run(x, w, y);", 32, False, "reads an operand of which",
+        SETUP + FILL.replace("x.get_capacity()", "7") + "op.run(x, w, y);", 32, False, "reads an operand with elements",
     ),
     "destination not filled": (
         SETUP + FILL.replace("y[i] = 0.0f", "x[0] = 1") + "op.run(x, w, y);", 32, False, "adds to a destination",

@@ -288,7 +288,7 @@ class matmul2d {
       static_assert(D::layout::rows == chosen.m && D::layout::columns == chosen.n && D::layout::simdgroups == simdgroups,
                     "the destination of matmul2d::run is of another operation");
       if (accumulates && !destination.mittens_is_filled()) {
-        mittens::fault("matmul2d::run adds to a destination of which nothing filled some elements", site);
+        mittens::fault("matmul2d::run adds to a destination with elements that nothing filled", site);
       }
       for (int i = 0; i < sums.capacity; ++i) {
         sums.mittens_elements()[i] = accumulates ? Sum(destination.mittens_elements()[i]) : Sum(0);
@@ -343,7 +343,7 @@ class matmul2d {
   template <int k, typename L, typename R, typename S>
   static void product(L& left, R& right, S& sums, mittens::Site site) {
     if (!left.mittens_is_filled() || !right.mittens_is_filled()) {
-      mittens::fault("matmul2d::run reads an operand of which nothing filled some elements", site);
+      mittens::fault("matmul2d::run reads an operand with elements that nothing filled", site);
     }
     using Product = mittens::TensorProduct<L, R, S, chosen.m, chosen.n, k, chosen.transpose_left, chosen.transpose_right,
                                            chosen.relaxed_precision>;
