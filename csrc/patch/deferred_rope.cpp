@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -161,7 +160,7 @@ std::optional<PendingRmsNorm> unnormed(const mx::array& heads) {
   if (auto norm = pending_rms_norm(heads)) {
     return norm;
   }
-  if (!is_pending(heads) || std::string_view(heads.primitive().name()) != "Transpose") {
+  if (!is_primitive(heads, "Transpose")) {
     return std::nullopt;
   }
   const auto axes = static_cast<const mx::Transpose&>(heads.primitive()).state();
@@ -176,15 +175,9 @@ bool has_weight_of(const PendingRmsNorm& norm) {
   return norm.weight && norm.weight->dtype() == norm.x.dtype() && norm.weight->shape() == mx::Shape{norm.x.shape(-1)};
 }
 
-// What an axis was put into, and a factor of all elements that is known by now: none else.
-const mx::array& before_axis(const mx::array& array) {
-  const bool is_view = is_pending(array) && std::string_view(array.primitive().name()) == "ExpandDims";
-  return is_view ? array.inputs()[0] : array;
-}
-
+// A factor of all elements. None where it is not computed yet.
 std::optional<float> known_factor(const mx::array& factor) {
-  const bool is_view = is_pending(factor) && std::string_view(factor.primitive().name()) == "Broadcast";
-  const mx::array& array = is_view ? factor.inputs()[0] : factor;
+  const mx::array& array = behind(factor, "Broadcast");
   if (array.size() != 1 || array.status() != mx::array::Status::available) {
     return std::nullopt;
   }
@@ -202,9 +195,9 @@ std::optional<float> known_factor(const mx::array& factor) {
 
 // Takes the norm, and a factor behind it, out of values that are the latents of a layer.
 void take_value_norm(mx::array& values, Rotary& rotary) {
-  const mx::array* latents = &before_axis(values);
+  const mx::array* latents = &behind(values, "ExpandDims");
   float scale = 1.0f;
-  if (is_pending(*latents) && std::string_view(latents->primitive().name()) == "Multiply") {
+  if (is_primitive(*latents, "Multiply")) {
     const auto factor = known_factor(latents->inputs()[1]);
     if (!factor) {
       return;

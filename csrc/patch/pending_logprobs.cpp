@@ -1,6 +1,5 @@
 // mlx-lm's samplers, which get logits - logsumexp(logits) that nothing has computed yet.
 #include <optional>
-#include <string_view>
 #include <utility>
 
 #include <nanobind/nanobind.h>
@@ -20,10 +19,6 @@ namespace mittens {
 
 namespace {
 
-bool is_primitive(const mx::array& array, std::string_view name) {
-  return is_pending(array) && array.primitive().name() == name;
-}
-
 // The logits behind logarithmic probabilities that nobody has asked for yet.
 std::optional<mx::array> logits_of(const mx::array& logprobs) {
   if (logprobs.is_tracer() || logprobs.ndim() == 0 || !is_primitive(logprobs, "Subtract") ||
@@ -31,8 +26,7 @@ std::optional<mx::array> logits_of(const mx::array& logprobs) {
     return std::nullopt;
   }
   const mx::array& logits = logprobs.inputs()[0];
-  const mx::array& subtracted = logprobs.inputs()[1];
-  const mx::array& sum = is_primitive(subtracted, "Broadcast") ? subtracted.inputs()[0] : subtracted;
+  const mx::array& sum = behind(logprobs.inputs()[1], "Broadcast");
   mx::Shape of_rows = logits.shape();
   of_rows.back() = 1;
   const bool is_sum = is_primitive(sum, "LogSumExp") && sum.inputs()[0].id() == logits.id() && sum.shape() == of_rows;

@@ -1,7 +1,6 @@
 #include "patch/pending_norm.h"
 
 #include <algorithm>
-#include <string_view>
 
 #include <nanobind/nanobind.h>
 
@@ -21,13 +20,11 @@ namespace {
 // Whether a sum that nothing has computed or asked for yet can be computed with its norm. A sum with one row for all is
 // none: it would have to be copied.
 bool is_pending_sum(const mx::array& sum, mx::Stream stream) {
-  if (!is_pending(sum) || std::string_view(sum.primitive().name()) != "Add" || sum.primitive().stream() != stream ||
-      sum.is_tracer() || !is_held_alone(sum)) {
+  if (!is_primitive(sum, "Add") || sum.primitive().stream() != stream || sum.is_tracer() || !is_held_alone(sum)) {
     return false;
   }
   const auto is_whole = [&](const mx::array& part) {
-    return part.dtype() == sum.dtype() && part.shape() == sum.shape() &&
-           !(part.has_primitive() && std::string_view(part.primitive().name()) == "Broadcast");
+    return part.dtype() == sum.dtype() && part.shape() == sum.shape() && !is_primitive(part, "Broadcast");
   };
   return std::all_of(sum.inputs().begin(), sum.inputs().end(), is_whole);
 }

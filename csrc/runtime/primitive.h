@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -18,6 +19,16 @@ using Arrays = std::vector<mx::array>;
 // Whether MLX has yet to compute an array.
 inline bool is_pending(const mx::array& array) {
   return array.status() == mx::array::Status::unscheduled && array.has_primitive();
+}
+
+// Whether MLX has yet to compute an array by a primitive of that name.
+inline bool is_primitive(const mx::array& array, std::string_view name) {
+  return is_pending(array) && array.primitive().name() == name;
+}
+
+// The array that a pending view of that name shows; another array as it is.
+inline const mx::array& behind(const mx::array& array, std::string_view view) {
+  return is_primitive(array, view) ? array.inputs()[0] : array;
 }
 
 // The base of an op's primitive. One that works along rows by the schedules of ops/norm/plan.h derives from
