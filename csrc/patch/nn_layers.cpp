@@ -36,43 +36,59 @@ std::optional<mx::array> try_linear(const nb::dict& layer, const mx::array& x) {
   return w ? attempt(*w, x, array(layer, bias), true, {}) : std::nullopt;
 }
 
-// mlx.nn.QuantizedLinear. What this leaves is mx.quantized_matmul's, which is patched as well: that one counts.
-std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::array& x) {
+// The arrays of a quantized layer, and their format.
+struct QuantizedLayer {
+  mx::array weight;
+  mx::array scales;
+  std::optional<mx::array> biases;
+  std::optional<int> group_size;
+  std::optional<int> bits;
+  std::string mode;
+};
+
+// None where it has no such arrays.
+std::optional<QuantizedLayer> read_quantized(const nb::dict& layer) {
   static PyObject* const weight = name("weight");
   static PyObject* const scales = name("scales");
   static PyObject* const biases = name("biases");
-  static PyObject* const bias = name("bias");
   static PyObject* const group_size = name("group_size");
   static PyObject* const bits = name("bits");
   static PyObject* const mode = name("mode");
-  static const auto attempt = lenient("quantized_matmul", &try_product_of_model, &quantized_matmul);
-  const auto w = array(layer, weight);
-  const auto s = array(layer, scales);
+  auto w = array(layer, weight);
+  auto s = array(layer, scales);
   if (!w || !s) {
     return std::nullopt;
   }
+  return QuantizedLayer{*std::move(w),
+                        *std::move(s),
+                        array(layer, biases),
+                        attribute<std::optional<int>>(layer, group_size),
+                        attribute<std::optional<int>>(layer, bits),
+                        attribute<std::string>(layer, mode)};
+}
+
+// mlx.nn.QuantizedLinear. What this leaves is mx.quantized_matmul's, which is patched as well: that one counts.
+std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::array& x) {
+  static PyObject* const bias = name("bias");
+  static const auto attempt = lenient("quantized_matmul", &try_product_of_model, &quantized_matmul);
+  const auto found = read_quantized(layer);
+  if (!found) {
+    return std::nullopt;
+  }
+  const auto& [w, scales, biases, group_size, bits, mode] = *found;
   const Tentative tentative;
-  return attempt(x, *w, *s, array(layer, biases), true, attribute<std::optional<int>>(layer, group_size),
-                 attribute<std::optional<int>>(layer, bits), attribute<std::string>(layer, mode), array(layer, bias),
-                 {});
+  return attempt(x, w, scales, biases, true, group_size, bits, mode, array(layer, bias), {});
 }
 
 // mlx.nn.QuantizedEmbedding.
 std::optional<mx::array> try_quantized_embedding_layer(const nb::dict& layer, const mx::array& x) {
-  static PyObject* const weight = name("weight");
-  static PyObject* const scales = name("scales");
-  static PyObject* const biases = name("biases");
-  static PyObject* const group_size = name("group_size");
-  static PyObject* const bits = name("bits");
-  static PyObject* const mode = name("mode");
   static const auto attempt = lenient("quantized_embedding", &try_quantized_embedding, &quantized_embedding);
-  const auto w = array(layer, weight);
-  const auto s = array(layer, scales);
-  if (!w || !s) {
+  const auto found = read_quantized(layer);
+  if (!found) {
     return fallback("quantized_embedding", "a layer without arrays");
   }
-  return attempt(x, *w, *s, array(layer, biases), attribute<std::optional<int>>(layer, group_size),
-                 attribute<std::optional<int>>(layer, bits), attribute<std::string>(layer, mode), {});
+  const auto& [w, scales, biases, group_size, bits, mode] = *found;
+  return attempt(x, w, scales, biases, group_size, bits, mode, {});
 }
 
 // mlx.nn.RMSNorm. What this leaves is mx.fast.rms_norm's, as above.

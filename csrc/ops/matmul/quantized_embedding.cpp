@@ -206,10 +206,7 @@ std::optional<mx::array> try_quantized_embedding(const mx::array& indices, const
   const AffineFormat format = checked_format(indices, w, scales, biases, group_size, bits, mode);
   const mx::Dtype dtype = format.has_biases() ? scales.dtype() : mx::bfloat16;
   mx::Shape shape = shape_of_rows(indices, w, format);
-  uint64_t size = 1;
-  for (int n : shape) {
-    size *= n;
-  }
+  const uint64_t size = uint64_t(indices.size()) * shape.back();
   if (const char* reason = why_not(scales, biases, size)) {
     return fallback(op, reason);
   }
