@@ -72,18 +72,20 @@ def _latent(
     heads: int,
     query_scale: float | None = None,
     latent_scale: float | None = None,
-    is_low_rank: bool = True,
-    rope: Any = _unturned,
 ) -> mx.array:
     """A token's attention over latents, whose heads of keys and values are one, where nothing is masked."""
-    first = "q_a_proj" if is_low_rank else "q_proj"
-    queries, latent = products(x, [layer[first], layer["kv_a_proj_with_mqa"]], alone=True)
-    if is_low_rank:
-        queries = layer["q_b_proj"](layer["q_a_layernorm"](queries))
+    queries, latent = _queries_and_latent(layer, x)
     scale = layer.scale if query_scale is None else layer.scale * query_scale
-    rotate = functools.partial(rope, offset=cache.offset)
-    queries, turned, latent, keys = _appended(layer, queries, latent, cache, heads, scale, latent_scale, rotate)
+    queries, turned, latent, keys = _appended(layer, queries, latent, cache, heads, scale, latent_scale)
     return _over_latents(layer, queries, turned, latent, keys, scale, cache)
+
+
+def _queries_and_latent(layer: Any, x: mx.array) -> tuple[mx.array, mx.array]:
+    """A layer's queries, and its latent with the key that is to be turned."""
+    is_low_rank = "q_a_proj" in layer
+    first = layer["q_a_proj" if is_low_rank else "q_proj"]
+    queries, latent = products(x, [first, layer["kv_a_proj_with_mqa"]], alone=True)
+    return layer["q_b_proj"](layer["q_a_layernorm"](queries)) if is_low_rank else queries, latent
 
 
 def _appended(
@@ -93,8 +95,7 @@ def _appended(
     cache: Any,
     heads: int,
     scale: float,
-    latent_scale: float | None,
-    rotate: Any,
+    latent_scale: float | None = None,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """The parts of queries, the turned one scaled, and the latents and turned keys that the cache then has."""
     queries, turned = mx.split(_heads(queries, heads), [layer.qk_nope_head_dim], axis=-1)
@@ -102,7 +103,8 @@ def _appended(
     latent = layer["kv_a_layernorm"](latent)
     if latent_scale is not None:
         latent = latent * latent_scale
-    turned, key = (rotate(part) for part in (turned, _heads(key, 1)))
+    rope = layer.get("rope", _unturned)
+    turned, key = (rope(part, offset=cache.offset) for part in (turned, _heads(key, 1)))
     turned = _ext.times_turned(turned, scale)
     return queries, turned, *cache.update_and_fetch(mx.expand_dims(latent, axis=1), key)
 
@@ -151,9 +153,7 @@ def sparse_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: An
     queries, latent, key, *weights = products(x, [*layers, indexer["weights_proj"]] if chooses else layers, alone=True)
     low_rank = layer["q_a_layernorm"](queries)
     queries, searching = products(low_rank, [layer["q_b_proj"], indexer["wq_b"]], alone=True)
-    rotate = functools.partial(layer.rope, offset=cache[0].offset)
-    parts = _appended(layer, queries, latent, cache[0], layer.num_heads, layer.scale, None, rotate)
-    queries, turned, latent, keys = parts
+    queries, turned, latent, keys = _appended(layer, queries, latent, cache[0], layer.num_heads, layer.scale)
     indices = _chosen(indexer, searching, key, weights[0] if chooses else None, cache[1])
     if indices is not None:
         rows = indices[:, :, 0, :, None]
@@ -170,16 +170,14 @@ def latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
     """mlx_lm.models.deepseek_v3.DeepseekV3Attention, and what is built like it."""
     if mask is not None or not _is_token(x, cache):
         return None
-    return _latent(layer, x, cache, layer.num_heads, is_low_rank=layer.q_lora_rank is not None, rope=layer.rope)
+    return _latent(layer, x, cache, layer.num_heads)
 
 
 def longcat_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.longcat_flash.LongcatFlashMLA, which scales queries and latents."""
     if mask is not None or not _is_token(x, cache):
         return None
-    scales = layer.mla_scale_q_lora, layer.mla_scale_kv_lora
-    is_low_rank = layer.q_lora_rank is not None
-    return _latent(layer, x, cache, layer.num_attention_heads, *scales, is_low_rank=is_low_rank, rope=layer.rope)
+    return _latent(layer, x, cache, layer.num_attention_heads, layer.mla_scale_q_lora, layer.mla_scale_kv_lora)
 
 
 def kimi_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
@@ -187,7 +185,7 @@ def kimi_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any 
     width = layer.qk_rope_head_dim
     if mask is not None or not _is_token(x, cache) or width == 0 or width % 2 != 0:
         return None
-    return _latent(layer, x, cache, layer.num_heads, is_low_rank=False)
+    return _latent(layer, x, cache, layer.num_heads)
 
 
 def qwen3_next_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

@@ -6,6 +6,7 @@ mlx-lm's layers are known by their classes' names: who has a model has imported 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ _ACTIVATIONS = {
     "mlx_lm.models.activations.SwigluOAI": "clipped",
 }
 _CLIPPED = (1.702, 7.0)  # of gpt-oss
+_GLU = ("gate_proj", "up_proj", "down_proj")
 # Calls of shared experts: of Qwen3NextMLP and its like, and of DeepSeek-V3's kind.
 _SHARED_EXPERTS = ("2bf452938b26f61d", "a7b836f717147942")
 
@@ -142,6 +144,27 @@ def call_of(layer: Any) -> Any:
     return None
 
 
+@functools.cache
+def _always(dtype: mx.Dtype, ndim: int) -> mx.array:
+    """The logit of a shared expert without a gate: its sigmoid is 1 in float32."""
+    always = mx.full([1] * ndim, 64.0, dtype)
+    mx.eval(always)
+    return always
+
+
+def _layers_beside(stacks: list[Any], shared: Any, activation: str) -> list[Any] | None:
+    """The layers of a shared expert; None where they cannot be part of the launches of the chosen ones."""
+    if activation != "swiglu" or digest(call_of(shared)) not in _SHARED_EXPERTS:
+        return None
+    layers = [shared[name] for name in _GLU]
+    known = all(map(is_quantized_linear, layers)) and not any("bias" in layer for layer in layers)
+    alike = known and all(
+        format_of(one) == format_of(stacks[0]) and stack["weight"].shape[1:] == one["weight"].shape
+        for stack, one in zip(stacks, layers, strict=True)
+    )
+    return layers if alike else None
+
+
 def mixture(
     glu: Any,
     x: mx.array,
@@ -160,8 +183,8 @@ def mixture(
         x: The token.
         logits: The router's.
         k: How many experts are chosen.
-        shared: A shared expert, whose output is added times the sigmoid of `shared_logits`.
-        shared_logits: Of the shared expert's gate.
+        shared: A shared expert, whose output is added.
+        shared_logits: Of its gate, whose sigmoid multiplies that output.
         route: Options of `route_top_k`.
     """
     if _ext.exporting() or x.size != x.shape[-1] or logits.dtype != x.dtype:
@@ -169,33 +192,28 @@ def mixture(
     if not (_is_a(glu, "SwitchGLU") and _is_wanted(glu)):
         return None
     activation = _activation(glu.activation)
-    names = ("gate_proj", "up_proj", "down_proj")
-    stacks = [glu[name] for name in names]
+    stacks = [glu[name] for name in _GLU]
     if activation is None or not all(map(_is_plain, stacks)):
         return None
-    alone = [] if shared is None else [shared[name] for name in names]
-    if alone and (activation != "swiglu" or digest(call_of(shared)) not in _SHARED_EXPERTS):
-        return None
-    if not all(map(is_quantized_linear, alone)) or any("bias" in layer for layer in alone):
-        return None
-    layers = [*stacks, *alone]
     biased = ["bias" in layer for layer in stacks]
-    if any(format_of(layer) != format_of(layers[0]) for layer in layers) or len(set(biased)) > 1:
+    if any(format_of(layer) != format_of(stacks[0]) for layer in stacks) or len(set(biased)) > 1:
         return None
-    if any(a["weight"].shape[1:] != b["weight"].shape for a, b in zip(stacks, alone)):
-        return None
-    triples = [*map(weights_of, layers), *[None] * (6 - len(layers))]
-    return cast(
-        "mx.array | None",
-        _ext.try_mixture(
-            x,
-            logits,
-            k,
-            *triples,
-            shared_logits,
-            *format_of(layers[0]),
-            bias=[layer["bias"] for layer in stacks] if biased[0] else None,
-            activation=activation,
-            **route,
-        ),
+    beside = None if shared is None else _layers_beside(stacks, shared, activation)
+    gate = None
+    if beside is not None:
+        gate = _always(x.dtype, x.ndim) if shared_logits is None else shared_logits
+    y = _ext.try_mixture(
+        x,
+        logits,
+        k,
+        *map(weights_of, stacks),
+        *(map(weights_of, beside) if beside else [None] * 3),
+        gate,
+        *format_of(stacks[0]),
+        bias=[layer["bias"] for layer in stacks] if biased[0] else None,
+        activation=activation,
+        **route,
     )
+    if y is None or shared is None or beside is not None:
+        return cast("mx.array | None", y)
+    return y + (shared(x) if shared_logits is None else mx.sigmoid(shared_logits) * shared(x))

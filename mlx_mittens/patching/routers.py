@@ -43,7 +43,6 @@ _GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
 _V3_GATE = "51d7e60aa00e0751"
 _MISTRAL_SELECT = "9939996accb1007a"  # mistral4_expert_select
 _KIMI_SELECT = "dc9f41c97c84f724"  # _group_expert_select
-_ALWAYS = 64.0  # whose sigmoid is 1 in float32: the logit of a shared expert without a gate
 
 
 def _logits(router: Any, x: mx.array) -> mx.array:
@@ -51,16 +50,21 @@ def _logits(router: Any, x: mx.array) -> mx.array:
     return products(x, [router], alone=True)[0]
 
 
-def _experts(glu: Any, x: mx.array, logits: mx.array, k: int, rounded: bool = False, **route: Any) -> mx.array | None:
-    """The experts of a router's logits, and their weighted sum.
+def _weighted(
+    glu: Any, x: mx.array, logits: mx.array, k: int, bias: mx.array | None = None, rounded: bool = False, **route: Any
+) -> mx.array | None:
+    """The weighted sum of the experts that a router's logits choose, from the choice on; None where no kernel chooses.
 
     rounded: as of `weighted_experts`.
     """
-    together = mixture(glu, x, logits, k, **route)
-    if together is not None:
-        return together
-    chosen = _ext.try_route_top_k(logits, k, None, **route)
+    chosen = _ext.try_route_top_k(logits, k, bias, **route)
     return None if chosen is None else weighted_experts(glu, x, chosen[0], chosen[1], rounded)
+
+
+def _experts(glu: Any, x: mx.array, logits: mx.array, k: int, rounded: bool = False, **route: Any) -> mx.array | None:
+    """The same, of a token in two launches where that can be."""
+    together = mixture(glu, x, logits, k, **route)
+    return _weighted(glu, x, logits, k, rounded=rounded, **route) if together is None else together
 
 
 def qwen3_mixture(block: Any, x: mx.array) -> mx.array | None:
@@ -77,15 +81,12 @@ def mellum_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 def _beside_shared_expert(block: Any, x: mx.array, renormalize: bool, descending: bool) -> mx.array | None:
     scores, logits = products(x, (block.gate, block.shared_expert_gate), alone=True)
-    route = {"renormalize": renormalize, "descending": descending}
+    route: dict[str, Any] = {"renormalize": renormalize, "descending": descending}
     together = mixture(block.switch_mlp, x, scores, block.top_k, block.shared_expert, logits, **route)
     if together is not None:
         return together
-    chosen = _ext.try_route_top_k(scores, block.top_k, None, **route)
-    if chosen is None:
-        return None
-    y = weighted_experts(block.switch_mlp, x, chosen[0], chosen[1])
-    return y + mx.sigmoid(logits) * block.shared_expert(x)
+    y = _weighted(block.switch_mlp, x, scores, block.top_k, **route)
+    return None if y is None else y + mx.sigmoid(logits) * block.shared_expert(x)
 
 
 def qwen3_next_mixture(block: Any, x: mx.array) -> mx.array | None:
@@ -115,11 +116,9 @@ def gpt_oss_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 def ernie_mixture(block: Any, x: mx.array) -> mx.array | None:
     scores = {nn.Softmax: "softmax", nn.Sigmoid: "sigmoid"}[type(block.gate_act)]
-    chosen = _ext.try_route_top_k(block.gate(x).astype(mx.float32), block.k, None, scores, True)
-    if chosen is None:
-        return None
-    y = weighted_experts(block.switch_mlp, x, chosen[0], chosen[1], rounded=True)
-    return y if block.shared_experts is None else y + block.shared_experts(x)
+    logits = block.gate(x).astype(mx.float32)
+    y = _weighted(block.switch_mlp, x, logits, block.k, rounded=True, scores=scores, renormalize=True)
+    return y if y is None or block.shared_experts is None else y + block.shared_experts(x)
 
 
 def deepseek_gate(gate: Any, x: mx.array) -> Any:
@@ -196,18 +195,11 @@ def _with_shared_expert(
     glu: Any, x: mx.array, logits: mx.array, k: int, bias: mx.array | None, shared: Any, route: dict[str, Any]
 ) -> mx.array | None:
     """Experts that a gate chooses, with a bias of its scores or without, beside one that all tokens take."""
-    if shared is not None:
-        always = mx.array(_ALWAYS, x.dtype).reshape(*[1] * x.ndim)
-        together = mixture(glu, x, logits, k, shared, always, router_bias=bias, **route)
-        if together is not None:
-            return together
-    y = mixture(glu, x, logits, k, router_bias=bias, **route)
-    if y is None:
-        chosen = _ext.try_route_top_k(logits.astype(mx.float32), k, bias, **route)
-        if chosen is None:
-            return None
-        y = weighted_experts(glu, x, chosen[0], chosen[1], rounded=True)
-    return y if shared is None else y + shared(x)
+    together = mixture(glu, x, logits, k, shared, router_bias=bias, **route)
+    if together is not None:
+        return together
+    y = _weighted(glu, x, logits.astype(mx.float32), k, bias, rounded=True, **route)
+    return y if y is None or shared is None else y + shared(x)
 
 
 def granite_gate(gate: Any, hidden_states: mx.array) -> Any:

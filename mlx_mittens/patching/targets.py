@@ -485,7 +485,7 @@ TARGETS = [
         "cache",
         "mlx_lm.generate",
         "BatchGenerator.insert_segments",
-        quantized_batches.quantize_new,  # whose caches are the third argument in each release; the last has two names
+        quantized_batches.quantize_new,  # releases name the third argument, the caches, differently
         optional=True,
         partial=True,  # it goes on with the caches that it was given
     ),
