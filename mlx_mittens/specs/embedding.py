@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.matmul import quantized_embedding
-from .op import Case, Exact, ModelOp, dequantized, draw_packed, weight_bytes, widen
+from .op import FLOAT_MODES, Case, Exact, ModelOp, dequantized, draw_packed, mode_of, weight_bytes, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class EmbeddingOp(ModelOp):
         return ("bfloat16",) if self._is_floating(case) else super().dtypes(case)
 
     def _is_floating(self, case: Case) -> bool:
-        return bool(self.arguments(case).get("mode", "affine") != "affine")
+        return mode_of(self.arguments(case)) != "affine"
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         count, columns, rows = case.shape
@@ -45,7 +45,7 @@ class EmbeddingOp(ModelOp):
             if name == "biases" and self._is_floating(case):
                 arrays.append(None)
                 continue
-            mode = options.get("mode", "affine")
+            mode = mode_of(options)
             drawn = draw_packed(rng, name, (shape[0] * step, shape[1]), options["bits"], dtype, mode=mode)
             arrays.append(drawn[::step])
         return arrays
@@ -61,7 +61,7 @@ class EmbeddingOp(ModelOp):
         assert indices is not None and words is not None and scales is not None
         chosen = mx.array(np.array(indices) % len(words))
         rows = (words[chosen], scales[chosen], None if biases is None else biases[chosen])
-        y = dequantized(*rows, options["group_size"], options["bits"], options.get("mode", "affine"))
+        y = dequantized(*rows, options["group_size"], options["bits"], mode_of(options))
         if biases is None:
             return [Exact(y)]
         # The product is rounded before the bias is added, from which it may cancel.
@@ -72,8 +72,6 @@ class EmbeddingOp(ModelOp):
 def _mx_embedding(indices, w, scales, biases, **options):
     return mx.dequantize(w[indices], scales[indices], None if biases is None else biases[indices], **options)
 
-
-_FLOATS = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
 
 EMBEDDING_OPS: tuple[ModelOp, ...] = (
     EmbeddingOp(
@@ -91,7 +89,7 @@ EMBEDDING_OPS: tuple[ModelOp, ...] = (
         )
         + tuple(
             Case("test", shape, {"mode": mode, "bits": bits, "group_size": group_size})
-            for mode, bits, group_size in _FLOATS
+            for mode, bits, group_size in FLOAT_MODES
             for shape in ((1, 64, 7), (5, 288, 9))
         )
         + (

@@ -24,7 +24,20 @@ from ..ops.matmul import (
     quantized_swiglu,
 )
 from . import gguf, normed, reference
-from .op import Case, Exact, ModelOp, Op, add_outliers, draw_packed, gated, on_all_cores, weight_bytes, widen
+from .op import (
+    FLOAT_MODES,
+    Case,
+    Exact,
+    ModelOp,
+    Op,
+    add_outliers,
+    draw_packed,
+    gated,
+    mode_of,
+    on_all_cores,
+    weight_bytes,
+    widen,
+)
 
 # Numbers that are drawn; larger arrays repeat them, which no row length divides.
 _DRAWN = 2**24 + 43
@@ -68,7 +81,7 @@ class MatrixOp(ModelOp):
         step = 2 if case.label == "strided" else 1
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
-            without_biases = name.endswith("biases") and self.arguments(case).get("mode", "affine") != "affine"
+            without_biases = name.endswith("biases") and mode_of(self.arguments(case)) != "affine"
             if without_biases or (name == "bias" and not has_bias(case)):
                 arrays.append(None)
                 continue
@@ -91,7 +104,7 @@ class MatrixOp(ModelOp):
             weights = columns * outputs * (2.0 * dtype.size if dense else options["bits"] / 8)
             return int(weights) + dtype.size * rows * (outputs + (2 if dense else 1) * columns)
         sizes = {"w": 4 if self.layout != "dense" else dtype.size, "blocks": 1, "gate": 4, "up": 4}
-        if options.get("mode", "affine") != "affine":
+        if mode_of(options) != "affine":
             sizes |= {name: 1 for name, _ in self.parameters if name.endswith("scales")}
             sizes |= {name: 0 for name, _ in self.parameters if name.endswith("biases")}
         inputs = sum(
@@ -153,7 +166,7 @@ class MatricesOp(ModelOp):
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
             is_bias = name.startswith("bias")
-            without = name.endswith("biases") and options.get("mode", "affine") != "affine"
+            without = name.endswith("biases") and mode_of(options) != "affine"
             if without or (is_bias and not has_bias(case)):
                 arrays.append(None)
             else:
@@ -193,7 +206,7 @@ def _draw(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], scale: float, dtype: mx.Dtype, options: dict[str, Any]
 ) -> mx.array:
     if "bits" in options and name != "x":
-        return draw_packed(rng, name, shape, options["bits"], dtype, scale, options.get("mode", "affine"))
+        return draw_packed(rng, name, shape, options["bits"], dtype, scale, mode_of(options))
     if name == "blocks":
         kind = gguf.KINDS[options["kind"]]
         blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // kind.bytes, kind.bytes), dtype=np.uint8)
@@ -240,7 +253,7 @@ def _rows_of(weights: Sequence[np.ndarray], options: dict[str, Any], layout: str
         return gguf.weights(weights[0], options["kind"])
     words, scales = weights[:2]
     biases = weights[2] if len(weights) > 2 else None
-    mode = options.get("mode", "affine")
+    mode = mode_of(options)
     return reference.dequantize(words, scales, biases, options["group_size"], options["bits"], mode)
 
 
@@ -415,8 +428,6 @@ def _models(rows: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
     )
 
 
-_FLOATS = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))  # modes with their bits and group sizes
-
 # Tiles of 32 and of 64 rows, with tails of rows, columns and outputs.
 _TILES = ((19, 160, 133), (37, 160, 69))
 _TRANSPOSED_TILES = ((19, 41, 160), (37, 72, 96))
@@ -426,7 +437,7 @@ def _tile_tests(shapes: Sequence[tuple[int, int, int]], **options: Any) -> tuple
     """Cases in each format. The first shape is for tiles of 32 rows: 2, 3, 5 and 6 bits have no other tiles."""
     formats: list[tuple[dict[str, Any], bool]] = [
         *(({"group_size": 32, "bits": bits}, bits in (4, 8)) for bits in (2, 3, 4, 5, 6, 8)),
-        *(({"group_size": size, "bits": bits, "mode": mode}, True) for mode, bits, size in _FLOATS),
+        *(({"group_size": size, "bits": bits, "mode": mode}, True) for mode, bits, size in FLOAT_MODES),
     ]
     return tuple(
         case
@@ -457,7 +468,7 @@ _QUANTIZED_TESTS = tuple(
     )
 ) + tuple(
     case
-    for mode, bits, group_size in _FLOATS
+    for mode, bits, group_size in FLOAT_MODES
     for case in (
         *_tests((1, 1088, 9), (3, 576, 6), (9, 608, 37), transpose=True, group_size=group_size, bits=bits, mode=mode),
         *_tests((9, 41, 96), transpose=False, group_size=group_size, bits=bits, mode=mode),
@@ -634,7 +645,7 @@ MATRIX_OPS: tuple[Op, ...] = (
         + tuple(case for bits in (2, 3, 5, 6) for case in _tests((1, 1088, 9), (9, 576, 21), bits=bits))
         + tuple(
             case
-            for mode, bits, group_size in _FLOATS
+            for mode, bits, group_size in FLOAT_MODES
             for case in _tests((1, 1088, 9), (9, 608, 21), group_size=group_size, bits=bits, mode=mode)
         )
         + _EXACT_TESTS

@@ -25,6 +25,7 @@ from .op import (
     dequantized,
     draw_packed,
     gated,
+    mode_of,
     weight_bytes,
     widen,
 )
@@ -70,7 +71,7 @@ class GatherOp(ModelOp):
         options = self.arguments(case)
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
-            mode = options.get("mode", "affine")
+            mode = mode_of(options)
             if name == "indices":
                 order = rng.random((tokens, experts)).argsort(-1)[:, :chosen].astype(np.uint32)
                 arrays.append(mx.array(np.sort(order, axis=0) if options.get("sorted_indices") else order))
@@ -129,7 +130,7 @@ class GatherOp(ModelOp):
         if "bits" not in options:
             return widen(stack[0])
         words, scales, *biases = stack
-        mode = options.get("mode", "affine")
+        mode = mode_of(options)
         return dequantized(words, scales, biases[0] if biases else None, options["group_size"], options["bits"], mode)
 
 
@@ -160,7 +161,7 @@ class MixtureOp(ModelOp):
     def _is_there(self, case: Case, name: str) -> bool:
         options = self.arguments(case)
         if name.endswith("biases"):
-            affine = options.get("mode", "affine") == "affine"
+            affine = mode_of(options) == "affine"
             return affine and (not name.startswith("shared") or options["parts"] == "shared")
         if name.startswith("shared"):
             return bool(options["parts"] == "shared")
@@ -169,7 +170,7 @@ class MixtureOp(ModelOp):
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
         tokens, chosen, experts, columns, hidden = case.shape
         options = self.arguments(case)
-        mode = options.get("mode", "affine")
+        mode = mode_of(options)
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
             if not self._is_there(case, name):
@@ -210,7 +211,7 @@ class MixtureOp(ModelOp):
         def matrix(name: str) -> np.ndarray:
             words, scales, biases = (given[f"{name}{end}"] for end in ("", "_scales", "_biases"))
             assert words is not None and scales is not None
-            mode = options.get("mode", "affine")
+            mode = mode_of(options)
             return dequantized(words, scales, biases, options["group_size"], options["bits"], mode)
 
         gate, up, down = map(matrix, ("gate", "up", "down"))

@@ -201,9 +201,18 @@ class ModelOp(Op):
         return ("bfloat16",) if case.gpu_only else DTYPES
 
 
+# Modes of small floats, with their bits and group sizes.
+FLOAT_MODES = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
+
+
+def mode_of(options: Mapping[str, Any]) -> str:
+    """The mode of a call's quantized weights."""
+    return str(options.get("mode", "affine"))
+
+
 def weight_bytes(options: Mapping[str, Any], dtype: mx.Dtype) -> float:
     """Bytes of a quantized weight, with its share of scales and biases."""
-    scale = 2 * dtype.size if options.get("mode", "affine") == "affine" else 1
+    scale = 2 * dtype.size if mode_of(options) == "affine" else 1
     return float(options["bits"] / 8 + scale / options["group_size"])
 
 
