@@ -2,18 +2,16 @@
 
 import contextlib
 import importlib.metadata
-import runpy
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.pages import MODELS
 from helpers.tolerances import LAYERS
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_mittens as mm
 
-MODELS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
 ROWS = MODELS["rows_of_pages"]()
 SAMPLE = ("gemma3_text", "gpt_oss", "llama", "qwen3_moe")
 

@@ -28,6 +28,22 @@ def quantize(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, 
     return words, scales, biases
 
 
+def draw_blocks(
+    rng: np.random.Generator, rows: int, count: int, kind: str, size: float = 1 / 20, spread: int = 3
+) -> np.ndarray:
+    """Rows of GGUF blocks of any bytes, with finite halves, and scales of about a size: some doublings more or less."""
+    each = specs.gguf.KINDS[kind]
+    blocks = rng.integers(0, 256, (rows, count, each.bytes), dtype=np.uint8)
+    for at in each.halves:
+        halves = rng.normal(size=(rows, count, 1)) * size
+        blocks[..., at : at + 2] = halves.astype(np.float16).view(np.uint8)
+    if each.scales:
+        exponent = round(np.log2(size)) * (8 if each.scales > 1 else 1)  # begins at bit 3, or 0
+        scales = rng.integers(-spread, spread + 1, (rows, count, each.scales)) + each.scale + exponent
+        blocks[..., : each.scales] = np.clip(scales, 1, 254)
+    return blocks.reshape(rows, -1)
+
+
 def with_one_nan(blocks: np.ndarray, kind: str) -> np.ndarray:
     """Bytes of GGUF blocks with the same NaN for every half that is one: numpy's maximum of several leaves any.
 

@@ -53,7 +53,7 @@ def peak_memory(function: Callable[[], object]) -> int:
     return mx.get_peak_memory() - before
 
 
-def assert_same_bits(a: mx.array, b: mx.array, what: str):
+def assert_same_bits(a: mx.array, b: mx.array, what: str = "arrays"):
     assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, {b.shape} {b.dtype}"
     assert bits(a) == bits(b), f"{what}: the results differ"
 

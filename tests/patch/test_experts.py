@@ -2,14 +2,13 @@
 
 import contextlib
 import importlib
-import runpy
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.pages import MODELS as PAGE
 from helpers.tolerances import LAYERS, assert_near
 from mlx_lm.models import switch_layers
 
@@ -39,7 +38,6 @@ _DEEPSEEK = {
     "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "qk_nope_head_dim": 32,
     "n_group": 1, "topk_group": 1, "rope_scaling": _YARN, "attention_bias": False,
 }  # fmt: skip
-PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
 MODELS = {
     "qwen3_moe": {
         "num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1, "mlp_only_layers": [],

@@ -1,13 +1,12 @@
 """Latents and turned keys that a layer appends to its cache: one launch with the norm and the turned queries."""
 
 import contextlib
-import runpy
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.pages import MODELS
 from helpers.support import launched_on_apple
 from helpers.tolerances import LAYERS, assert_near, of_roundings
 from mlx_lm.models import cache as caches
@@ -16,7 +15,6 @@ import mlx_mittens as mm
 from mlx_mittens import _ext, specs
 from mlx_mittens.specs import reference
 
-MODELS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
 EPS, BASE = 1e-5, 1e4
 # Batch, heads, tokens, width of turned keys, width of latents.
 SHAPES = [(1, 4, 1, 32, 64), (1, 3, 1, 64, 512), (2, 2, 3, 10, 33), (3, 1, 1, 66, 1)]

@@ -1,19 +1,16 @@
 """Latent attention under the patch: heads of keys and of values that differ, over a cache, and models that have it."""
 
 import contextlib
-import runpy
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.pages import MODELS
 from helpers.tolerances import LAYERS, of_layer
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_mittens as mm
-
-MODELS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
 
 # Width of keys, of values, heads and heads of keys: one head that all share, and heads of their own.
 HEADS = {"shared latent": (576, 512, 8, 1), "own heads": (192, 128, 4, 4)}

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import draw, exact_product
+from helpers.matrices import draw, draw_blocks, exact_product
 from helpers.tolerances import FLOAT16, SUMS, assert_product_right, of_terms
 
 import mlx_mittens as mm
@@ -25,24 +25,15 @@ def size_of(kind):
     return gguf.GGML_QUANT_SIZES[type_of(kind)]
 
 
-def draw_blocks(rng, rows, count, kind, size=1 / 20):
-    """Rows of blocks of any bytes, with finite halves and scales; and the weights in float64."""
-    blocks = rng.integers(0, 256, (rows, count, size_of(kind)[1]), dtype=np.uint8)
-    for at in specs.gguf.KINDS[kind].halves:
-        halves = rng.normal(size=(rows, count, 1)) * size
-        blocks[..., at : at + 2] = halves.astype(np.float16).view(np.uint8)
-    each = specs.gguf.KINDS[kind]
-    if each.scales:
-        exponent = round(np.log2(size)) * (8 if each.scales > 1 else 1)  # begins at bit 3, or 0
-        scales = rng.integers(-3, 4, (rows, count, each.scales)) + each.scale + exponent
-        blocks[..., : each.scales] = np.clip(scales, 1, 254)
-    blocks = blocks.reshape(rows, -1)
+def drawn(rng, rows, count, kind, **options):
+    """Blocks, and their weights as the package has them."""
+    blocks = draw_blocks(rng, rows, count, kind, **options)
     return blocks, gguf.dequantize(blocks, type_of(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantize_matches_the_package(rng, dtype, executor, kind):
-    blocks, w = draw_blocks(rng, 40, 3, kind)
+    blocks, w = drawn(rng, 40, 3, kind)
     found = mm.block_dequantize(mx.array(blocks), kind, dtype)
     np.testing.assert_array_equal(widen(found), widen(mx.array(w).astype(dtype)))
     some = mm.block_dequantize(mx.array(blocks)[::3], kind)
@@ -62,7 +53,7 @@ def test_any_bytes_are_read_within_their_block(rng, executor, kind):
 def test_the_reference_matches_the_package(rng, kind):
     known = specs.gguf.KINDS[kind]
     assert (known.weights, known.bytes) == size_of(kind)
-    blocks, w = draw_blocks(rng, 5, 3, kind)
+    blocks, w = drawn(rng, 5, 3, kind)
     np.testing.assert_array_equal(specs.gguf.weights(blocks, kind).astype(np.float32), w)
 
 
@@ -134,7 +125,7 @@ def test_products_of_kernels(rng, dtype, executor, kind, rows, count, outputs):
 
 
 def assert_products_right(rng, dtype, kind, rows, count, outputs):
-    blocks, w = draw_blocks(rng, outputs, count, kind)
+    blocks, w = drawn(rng, outputs, count, kind)
     x = draw(rng, (rows, w.shape[1]), dtype)
     bias = draw(rng, (outputs,), dtype) if rows % 2 else None
     y = mm.block_matmul(x, mx.array(blocks), kind, bias)
@@ -146,7 +137,7 @@ def assert_products_right(rng, dtype, kind, rows, count, outputs):
 def test_products_of_large_activations(rng, dtype, executor, kind, rows):
     """Neither integers times activations nor sums that cancel overflow, where the product does not."""
     largest = mx.finfo(dtype).max
-    blocks, w = draw_blocks(rng, 5, 2, kind, size=1 / 1000 if kind == "nvfp4" else 3e-7)
+    blocks, w = drawn(rng, 5, 2, kind, size=1 / 1000 if kind == "nvfp4" else 3e-7)
     x = rng.choice([-1, 1], (rows, w.shape[1])) * rng.uniform(0.9, 1, (rows, w.shape[1])) * largest
     x[0, 1:-1] = rng.standard_normal(w.shape[1] - 2)
     x = mx.array(x.astype(np.float32)).astype(dtype)
@@ -159,7 +150,7 @@ def test_products_of_large_activations(rng, dtype, executor, kind, rows):
 @pytest.mark.parametrize("kind", KINDS)
 def test_views(rng, executor, kind):
     """Blocks on every boundary of a larger file."""
-    blocks, w = draw_blocks(rng, 5, 1, kind)
+    blocks, w = drawn(rng, 5, 1, kind)
     x = draw(rng, (1, w.shape[1]), mx.float32)
     for offset in (2, 5, 16):
         file = mx.array(np.concatenate([np.zeros(offset, np.uint8), blocks.reshape(-1)]))
@@ -170,7 +161,7 @@ def test_views(rng, executor, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_vmap_and_compile(rng, native, kind):
-    blocks, w = draw_blocks(rng, 6, 1, kind)
+    blocks, w = drawn(rng, 6, 1, kind)
     x, cotangent = draw(rng, (3, w.shape[1]), mx.float32), draw(rng, (3, 6), mx.float32)
     ours = lambda x: mm.block_matmul(x, mx.array(blocks), kind)
     (found,), (expected,) = (mx.vjp(f, [x], [cotangent])[1] for f in (ours, lambda x: x @ mx.array(w).T))

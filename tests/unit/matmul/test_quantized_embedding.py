@@ -4,15 +4,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from helpers.calls import FLOAT_MODES
 from helpers.matrices import draw, quantize
-from helpers.support import bits as bits_of
-from helpers.support import launched_on_apple
+from helpers.support import assert_same_bits, launched_on_apple
 
 import mlx_mittens as mm
 from mlx_mittens.specs import SMALLEST_NORMAL
 
 ROWS = 21
-FLOATS = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64, mx.uint8, mx.uint16, mx.uint32, mx.uint64)
 
 
@@ -20,11 +19,6 @@ def of_mx(indices, w, scales, biases=None, group_size=64, bits=4, mode="affine")
     with mx.stream(mx.cpu):
         rows = (w[indices], scales[indices], None if biases is None else biases[indices])
         return mx.dequantize(*rows, group_size=group_size, bits=bits, mode=mode)
-
-
-def assert_same(found, expected):
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    assert bits_of(found) == bits_of(expected)
 
 
 @pytest.fixture
@@ -38,13 +32,13 @@ def test_bits_of_mx(rng, dtype, executor, indices, bits, group_size):
     table = quantize(rng, (ROWS, 384), dtype, group_size, bits)
     y = mm.quantized_embedding(indices, *table, group_size, bits)
     assert y.dtype == dtype and y.shape == (2, 5, 384)
-    assert_same(y, of_mx(indices, *table, group_size, bits))
+    assert_same_bits(y, of_mx(indices, *table, group_size, bits))
 
 
-@pytest.mark.parametrize("mode", FLOATS)
+@pytest.mark.parametrize("mode", FLOAT_MODES)
 def test_small_floats(rng, executor, indices, mode):
     """Also codes and scales that are no number, infinite or zero."""
-    group_size, bits = FLOATS[mode]
+    bits, group_size = FLOAT_MODES[mode]
     with mx.stream(mx.cpu):
         w, scales = mx.quantize(draw(rng, (ROWS, 96), mx.float32), group_size, bits, mode)
     words, bytes_ = np.array(w), np.array(scales)
@@ -64,10 +58,10 @@ def test_small_floats(rng, executor, indices, mode):
 def test_integers_of_any_kind(rng, executor, kind):
     table = quantize(rng, (ROWS, 64), mx.float16, 64, 4)
     indices = mx.array([[3, 0], [20, 7]], kind)
-    assert_same(mm.quantized_embedding(indices, *table), of_mx(indices, *table))
+    assert_same_bits(mm.quantized_embedding(indices, *table), of_mx(indices, *table))
     if mx.issubdtype(kind, mx.signedinteger):
         indices = mx.array([-1, -21, 5], kind)
-        assert_same(mm.quantized_embedding(indices, *table), of_mx(indices, *table))
+        assert_same_bits(mm.quantized_embedding(indices, *table), of_mx(indices, *table))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,7 @@ def test_out_of_range_is_nan(rng, executor, dtype, indices):
     between = mx.concatenate([mx.array([5], indices.dtype), indices, mx.array([6], indices.dtype)])
     y = mm.quantized_embedding(between, *table)
     assert mx.isnan(y[1:-1]).all() and not mx.isnan(y[0]).any() and not mx.isnan(y[-1]).any()
-    assert_same(y[0::5], of_mx(mx.array([5, 6]), *table))
+    assert_same_bits(y[0::5], of_mx(mx.array([5, 6]), *table))
 
 
 def test_a_table_without_rows(executor):
@@ -109,7 +103,7 @@ def test_views(rng, executor):
     for view in views:
         table = [a[part] for a, part in zip((w, scales, biases), view, strict=True)]
         some = indices % len(table[0])
-        assert_same(mm.quantized_embedding(some, *table), of_mx(some, *table))
+        assert_same_bits(mm.quantized_embedding(some, *table), of_mx(some, *table))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0, 3), (300,)])
@@ -119,7 +113,7 @@ def test_shapes(rng, executor, shape):
     y = mm.quantized_embedding(indices, *table)
     assert y.shape == (*shape, 64)
     if 0 not in shape:
-        assert_same(y.reshape(-1, 64), of_mx(indices.reshape(-1), *table))
+        assert_same_bits(y.reshape(-1, 64), of_mx(indices.reshape(-1), *table))
 
 
 def test_vmap(rng, executor):
@@ -127,9 +121,9 @@ def test_vmap(rng, executor):
     stack = [mx.stack([a, a[::-1]]) for a in table]
     indices = mx.array(rng.integers(-ROWS, ROWS, (2, 5)))
     over_indices = mx.vmap(lambda i: mm.quantized_embedding(i, *table), in_axes=1)(indices)
-    assert_same(over_indices, of_mx(indices.T, *table))
+    assert_same_bits(over_indices, of_mx(indices.T, *table))
     over_both = mx.vmap(mm.quantized_embedding)(indices, *stack)
-    assert_same(over_both, mx.stack([of_mx(i, *(a[n] for a in stack)) for n, i in enumerate(indices)]))
+    assert_same_bits(over_both, mx.stack([of_mx(i, *(a[n] for a in stack)) for n, i in enumerate(indices)]))
 
 
 def test_gradients_are_those_of_mx(rng, executor):
@@ -141,7 +135,7 @@ def test_gradients_are_those_of_mx(rng, executor):
         for op in (mm.quantized_embedding, of_mx)
     )
     for a, b in zip(ours, theirs, strict=True):
-        assert_same(a, b)
+        assert_same_bits(a, b)
 
 
 def test_compiled_without_shapes(rng, executor):
@@ -149,12 +143,12 @@ def test_compiled_without_shapes(rng, executor):
     function = mx.compile(lambda i: mm.quantized_embedding(i, *table), shapeless=True)
     for n in (1, 4, 9):
         indices = mx.array(rng.integers(0, ROWS, (n,)))
-        assert_same(function(indices), of_mx(indices, *table))
+        assert_same_bits(function(indices), of_mx(indices, *table))
 
 
-@pytest.mark.parametrize("mode", ["affine", *FLOATS])
+@pytest.mark.parametrize("mode", ["affine", *FLOAT_MODES])
 def test_layers(rng, executor, mode):
-    group_size, bits = FLOATS.get(mode, (64, 4))
+    bits, group_size = FLOAT_MODES.get(mode, (4, 64))
     with mx.stream(mx.cpu):
         layer = nn.Embedding(ROWS, 128).to_quantized(group_size, bits, mode)
         mx.eval(layer.parameters())
@@ -165,8 +159,8 @@ def test_layers(rng, executor, mode):
         patched = layer(indices)
         mx.eval(patched)
     converted = mm.nn.convert(layer)(indices)
-    assert_same(patched, expected)
-    assert_same(converted, expected)
+    assert_same_bits(patched, expected)
+    assert_same_bits(converted, expected)
     assert set(mm.stats()) == {"quantized_embedding"}
 
 
@@ -183,7 +177,7 @@ def test_what_is_left_to_mx(rng):
         wide = [a.astype(mx.float64) for a in (scales, biases)]
         assert mm.quantized_embedding(three, w, *wide, stream=mx.cpu).dtype == mx.float64
         mixed = w, scales.astype(mx.float16), biases
-        assert_same(mm.quantized_embedding(three, *mixed), of_mx(three, *mixed))
+        assert_same_bits(mm.quantized_embedding(three, *mixed), of_mx(three, *mixed))
         reasons = set(mm.stats()["quantized_embedding"]["mx"])
     assert reasons == {"float64", "scales and biases of two dtypes"}
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import draw, exact_product, exact_swiglu, quantize
+from helpers.matrices import draw, draw_blocks, exact_product, exact_swiglu, quantize
 from helpers.support import check_instruction_sets
 from helpers.tolerances import INT8_ACTIVATIONS, assert_product_right, units
 
@@ -50,19 +50,6 @@ def dense(w, mode, bits):
     return dequantized(*w, *([None] * (3 - len(w))), GROUPS[mode], bits, mode)
 
 
-def draw_blocks(rng, outputs, columns, kind):
-    """Any bytes, with finite halves and scales of about one size."""
-    each = specs.gguf.KINDS[kind]
-    count = columns // each.weights
-    blocks = rng.integers(0, 256, (outputs, count, each.bytes), dtype=np.uint8)
-    for at in each.halves:
-        blocks[..., at : at + 2] = (rng.normal(size=(outputs, count, 1)) / 20).astype(np.float16).view(np.uint8)
-    if each.scales:
-        blocks[..., : each.scales] = rng.integers(each.scale - 5, each.scale - 2, (outputs, count, each.scales))
-    blocks = blocks.reshape(outputs, -1)
-    return mx.array(blocks), specs.gguf.weights(blocks, kind)
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 24, 41])
 @pytest.mark.parametrize("columns, outputs", [(64, 1), (448, 71), (2112, 33)])
@@ -80,9 +67,10 @@ def test_products(rng, dtype, rows, columns, outputs, mode, bits):
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_blocks(rng, dtype, rows, kind):
     """Every other row of blocks, so that rows are not back to back."""
-    blocks, w = draw_blocks(rng, 74, 1280, kind)
+    blocks = draw_blocks(rng, 74, 1280 // specs.gguf.KINDS[kind].weights, kind, spread=1)
+    w = specs.gguf.weights(blocks, kind)
     x = draw(rng, (rows, 1280), dtype, outliers=False)
-    y = mm.block_matmul(x, blocks[::2], kind, stream=CPU)
+    y = mm.block_matmul(x, mx.array(blocks)[::2], kind, stream=CPU)
     assert_product_right(y, exact_product(widen(x), w[::2]), dtype)
 
 
