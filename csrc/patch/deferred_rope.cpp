@@ -304,7 +304,7 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   }
   const auto offset = of_keys.first_position();
   const auto* offsets = offset ? std::get_if<mx::array>(&*offset) : nullptr;
-  if (!offset || (offsets && !may_be_input(*offsets))) {
+  if (!offset || (offsets && !may_be_held(*offsets))) {
     return std::nullopt;
   }
   take_norms(*queries, *heads, rotary);

@@ -42,6 +42,15 @@ def _is_token(x: mx.array, cache: Any) -> bool:
     return x.ndim == 3 and x.size == x.shape[-1] and cache is not None and not _ext.exporting()
 
 
+def _refuse_packed(layer: Any, cache: Any) -> None:
+    """Says what a model of latents has not; mlx-lm's own call fails at an attribute of a list."""
+    if hasattr(cache, "bits"):
+        raise ValueError(
+            f"[{type(layer).__name__}] the cache is a {type(cache).__name__}: expected one that is not quantized, "
+            "as keys and values of this model are one latent, which attention takes as it is; leave kv_bits out"
+        )
+
+
 def _heads(x: mx.array, heads: int) -> mx.array:
     return x.reshape(1, 1, heads, -1).transpose(0, 2, 1, 3)
 
@@ -168,6 +177,7 @@ def sparse_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: An
 
 def latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.deepseek_v3.DeepseekV3Attention, and what is built like it."""
+    _refuse_packed(layer, cache)
     if mask is not None or not _is_token(x, cache):
         return None
     return _latent(layer, x, cache, layer.num_heads)
@@ -182,6 +192,7 @@ def longcat_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = No
 
 def kimi_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.kimi_linear.KimiMLAAttention, which turns nothing."""
+    _refuse_packed(layer, cache)
     width = layer.qk_rope_head_dim
     if mask is not None or not _is_token(x, cache) or width == 0 or width % 2 != 0:
         return None

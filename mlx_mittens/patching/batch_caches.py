@@ -10,7 +10,7 @@ from mlx.utils import tree_map, tree_reduce
 
 from .. import _ext
 
-__all__ = ["BatchQuantizedKVCache"]
+__all__ = ["BatchQuantizedKVCache", "Packed", "rolled"]
 
 Packed = tuple[mx.array, mx.array, mx.array]
 
@@ -21,7 +21,7 @@ def _mlx_lm_cache() -> Any:
     return mlx_lm.models.cache
 
 
-def _rolled(rows: mx.array, shifts: mx.array) -> mx.array:
+def rolled(rows: mx.array, shifts: mx.array) -> mx.array:
     """Tokens of each row moved to the right by its shift, the last ones to the front."""
     tokens = rows.shape[2]
     index = (mx.arange(tokens) - shifts[:, None]) % tokens
@@ -114,7 +114,7 @@ class BatchQuantizedKVCache:
         if left_padding is not None:
             if self.keys is not None:
                 raise ValueError(
-                    f"[BatchQuantizedKVCache.prepare] left_padding is given, and the cache holds {self._idx} tokens: "
+                    f"[{type(self).__name__}.prepare] left_padding is given, and the cache holds {self._idx} tokens: "
                     "expected an empty one"
                 )
             padding = mx.array(left_padding, mx.int32)
@@ -129,9 +129,7 @@ class BatchQuantizedKVCache:
             return
         padding, self._right_padding = self._right_padding, None
         if self.keys is not None:
-            self.keys, self.values = tree_map(
-                lambda a: _rolled(a[:, :, : self._idx], padding), (self.keys, self.values)
-            )
+            self.keys, self.values = tree_map(lambda a: rolled(a[:, :, : self._idx], padding), (self.keys, self.values))
         self.offset = self.offset - padding
         self.left_padding = self.left_padding + padding
 
@@ -174,27 +172,30 @@ class BatchQuantizedKVCache:
         """Appends another cache's rows; the shorter rows get padding on their left."""
         if (self.group_size, self.bits) != (other.group_size, other.bits):
             raise ValueError(
-                f"[BatchQuantizedKVCache.extend] caches of {self.bits} bits in groups of {self.group_size} and of "
+                f"[{type(self).__name__}.extend] caches of {self.bits} bits in groups of {self.group_size} and of "
                 f"{other.bits} bits in groups of {other.group_size}: expected the same"
             )
-        most = max(self._idx, other._idx)
-        like = next((c for c in (self, other) if c.keys is not None), None)
+        self._join([self, other])
+
+    def _join(self, caches: Sequence[BatchQuantizedKVCache]) -> None:
+        """Becomes the rows of several caches, one below the other."""
+        most = max(cache._idx for cache in caches)
+        full = next((cache for cache in caches if cache.keys is not None), None)
 
         def padded(cache: BatchQuantizedKVCache) -> Any:
             rows, left = cache.offset.shape[0], most - cache._idx
-            if cache.keys is None:  # of the other's heads
-                return tree_map(lambda a: mx.zeros((rows, a.shape[1], most, a.shape[3]), a.dtype), like_state)
+            if cache.keys is None:  # of the others' heads
+                return tree_map(lambda a: mx.zeros((rows, a.shape[1], most, a.shape[3]), a.dtype), like)
             pad = [(0, 0), (0, 0), (left, 0), (0, 0)]
             return tree_map(lambda a: mx.pad(a[:, :, : cache._idx], pad), (cache.keys, cache.values))
 
-        if like is not None:
-            like_state = like.keys, like.values
-            joined = tree_map(lambda a, b: mx.concatenate([a, b]), padded(self), padded(other))
-        padding = [cache.left_padding + (most - cache._idx) for cache in (self, other)]
-        self.left_padding = mx.concatenate(padding)
-        self.offset = mx.concatenate([self.offset, other.offset])
+        if full is not None:
+            like = full.keys, full.values
+            joined = tree_map(lambda *parts: mx.concatenate(list(parts)), *map(padded, caches))
+        self.left_padding = mx.concatenate([cache.left_padding + (most - cache._idx) for cache in caches])
+        self.offset = mx.concatenate([cache.offset for cache in caches])
         self._idx = most
-        if like is not None:
+        if full is not None:
             self.keys, self.values = joined
 
     def extract(self, idx: int) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from .batch_caches import BatchQuantizedKVCache
+from .batch_windows import BatchRotatingQuantizedKVCache
 
-__all__ = ["is_batchable", "merge_caches", "quantize_new"]
+__all__ = ["is_batchable", "merge_caches", "new_caches", "quantize_new"]
 
 # Of the server's thread: `format`, group size and bits of the caches that it wants, and `known`, what was last found of
 # a model.
@@ -24,22 +25,31 @@ def _caches() -> Any:
     return sys.modules["mlx_lm.models.cache"]
 
 
-def _new_caches(model: Any, group_size: int, bits: int) -> list[Any]:
-    """The caches of a request, quantized where they are plain."""
+def _quantized(cache: Any, group_size: int, bits: int) -> Any:
+    """A plain or rotating cache in a packed form; another one as it is, and one that keeps its first tokens."""
     caches = _caches()
-    return [
-        caches.QuantizedKVCache(group_size, bits) if type(cache) is caches.KVCache else cache
-        for cache in caches.make_prompt_cache(model)
-    ]
+    if type(cache) is caches.KVCache:
+        return cache.to_quantized(group_size, bits)
+    if type(cache) is caches.RotatingKVCache and not cache.keep:
+        return BatchRotatingQuantizedKVCache.quantized(cache, group_size, bits)
+    return cache
+
+
+def _is_packed(cache: Any) -> bool:
+    return type(cache) in (_caches().QuantizedKVCache, BatchRotatingQuantizedKVCache)
+
+
+def new_caches(model: Any, group_size: int, bits: int) -> list[Any]:
+    """The caches of a request, quantized where they are plain or have a window."""
+    return [_quantized(cache, group_size, bits) for cache in _caches().make_prompt_cache(model)]
 
 
 def _finds_out(model: Any, group_size: int, bits: int) -> bool:
-    quantized = _caches().QuantizedKVCache
-    caches = _new_caches(model, group_size, bits)
-    others = [cache for cache in caches if type(cache) is not quantized]
+    caches = new_caches(model, group_size, bits)
+    others = [cache for cache in caches if not _is_packed(cache)]
     if len(others) == len(caches) or not all(hasattr(cache, "merge") for cache in others):
         return False
-    if any(hasattr(cache, "to_quantized") for cache in others):  # rotating ones, which mlx-lm does not quantize
+    if any(hasattr(cache, "to_quantized") for cache in others):  # rotating ones that keep their first tokens
         return False
     try:
         model(mx.zeros((1, 1), mx.int32), cache=merge_caches([caches]))
@@ -77,26 +87,22 @@ def quantize_new(
         return
     for i, cache in enumerate(caches):
         if cache is None:
-            caches[i] = _new_caches(generator.model, *wanted)
+            caches[i] = new_caches(generator.model, *wanted)
 
 
 def merge_caches(caches: list[list[Any]]) -> list[Any] | None:
     """mlx_lm.generate._merge_caches: the caches of several requests as one a layer, where some are quantized."""
     if not caches:
         return None
-    module = _caches()
     layers = list(zip(*caches))
-    if not any(type(cache) is module.QuantizedKVCache for layer in layers for cache in layer):
+    if not any(_is_packed(cache) for layer in layers for cache in layer):
         return None
     merged = []
     for layer in layers:
-        first = next((cache for cache in layer if type(cache) is module.QuantizedKVCache), None)
+        first = next((cache for cache in layer if _is_packed(cache)), None)
         if first is not None:
-            alike = [
-                cache.to_quantized(first.group_size, first.bits) if type(cache) is module.KVCache else cache
-                for cache in layer
-            ]
-            merged.append(BatchQuantizedKVCache.merge(alike))
+            kind = BatchQuantizedKVCache if type(first) is _caches().QuantizedKVCache else type(first)
+            merged.append(kind.merge([_quantized(cache, first.group_size, first.bits) for cache in layer]))
         elif all(hasattr(cache, "merge") for cache in layer):
             merged.append(layer[0].merge(list(layer)))
         else:

@@ -108,6 +108,7 @@ def modules(x: mx.array, model: nn.Module) -> None:
     assert_type(mm.nn.Embedding(8, 8).as_linear(x), mx.array)
     assert_type(mm.nn.QuantizedEmbedding(8, 64).as_linear(x), mx.array)
     assert_type(mm.nn.BatchQuantizedKVCache([0]).update_and_fetch(x, x), tuple[Packed, Packed])
+    assert_type(mm.nn.BatchRotatingQuantizedKVCache(8, [0]).update_and_fetch(x, x), tuple[Packed, Packed])
 
 
 def simulated(x: mx.array, call: Callable[[], Any]) -> None:
