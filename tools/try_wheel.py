@@ -2,8 +2,8 @@
 
 python tools/try_wheel.py FILE.whl                        with the Python that runs this
 python tools/try_wheel.py FILE.whl --python python3.12    with another one, which the wheel is for
-python tools/try_wheel.py FILE.whl --tests                then the tests with the marker `quick`, too
-python tools/try_wheel.py FILE.whl --tests-only           these tests alone
+python tools/try_wheel.py FILE.whl --tests                then names of mx, and the tests with the marker `quick`, too
+python tools/try_wheel.py FILE.whl --tests-only           these alone
 python tools/try_wheel.py FILE.whl --tests-only --only float16    only those with this word in their names
 python tools/try_wheel.py FILE.whl --mlx 0.31.2           beside that release of mlx, and the mlx-lm that goes with it
 
@@ -34,6 +34,22 @@ from helpers import documentation  # noqa: E402
 # Variables that would find another compiler, or another Python's packages.
 _DROPPED = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "VIRTUAL_ENV")
 _DROPPED_PREFIXES = ("CMAKE_", "CCACHE_", "MLX_", "PYTHON")
+
+# Names of mx that only newer releases have, asked for by what runs beside these alone.
+_NEWER_NAMES = ("mx.fast.gated_delta_update",)
+
+# Prints names of mx that the package's modules ask for and this mlx lacks.
+_MISSING_NAMES = """
+import ast, pathlib, mlx.core as mx, mlx_mittens
+for path in pathlib.Path(mlx_mittens.__file__).parent.rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        parts = name.split(".")
+        owner = mx.fast if parts[:2] == ["mx", "fast"] and len(parts) == 3 else mx
+        if parts[0] == "mx" and all(map(str.isidentifier, parts)) and len(parts) == (2 if owner is mx else 3):
+            if not hasattr(owner, parts[-1]):
+                print(name)
+"""
 
 # What runs its tests needs besides the extras `kernels` and `lm`.
 _TEST_PACKAGES = ("pytest-xdist", "gguf", "lief", "ml_dtypes")
@@ -193,6 +209,13 @@ class Trial:
             )
         return f"{len(found)} files, one for each variant"
 
+    def names(self) -> str:
+        """The names of mx that the package's modules ask for are there."""
+        self.install("cpu")
+        if missing := set(self.python("-c", _MISSING_NAMES).split()) - {*_NEWER_NAMES}:
+            raise Failed(f"this mlx lacks {', '.join(sorted(missing))}")
+        return "all are there"
+
     def tests(self) -> str:
         """The tests with the marker `quick`, of the clone, on what is installed."""
         self.install("kernels,lm", *_TEST_PACKAGES)
@@ -245,7 +268,8 @@ def main() -> int:
         environment = Environment.make(arguments.python, Path(scratch), kernels, arguments.mlx)
         trial = Trial(arguments.wheel.resolve(), environment, folder, arguments.mlx, arguments.only)
         path = [] if arguments.tests_only else steps(trial)
-        for step in [*path, *[trial.tests] * (arguments.tests or arguments.tests_only)]:
+        tests = [trial.names, trial.tests] if arguments.tests or arguments.tests_only else []
+        for step in [*path, *tests]:
             start = time.monotonic()
             try:
                 said, failed = step(), False

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
+from ..promotion import result_type
 from .digests import digest, digest_in
 from .linears import is_rms_norm, products
 
@@ -202,7 +203,7 @@ def _norm_of(layer: Any) -> Callable[[mx.array], mx.array] | None:
 def _keeps_its_type(layer: Any, steps: str, dtype: mx.Dtype) -> bool:
     """Whether mlx-lm's result has the type of the projection: on a CPU D makes it wider where it is not rounded."""
     rounds = steps != _SPACE_STEPS[0] or (mx.default_device() == mx.gpu and mx.metal.is_available())
-    return rounds or mx.result_type(layer["D"], dtype) == dtype
+    return rounds or result_type(layer["D"].dtype, dtype) == dtype
 
 
 def mamba2_space(layer: Any, hidden_states: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

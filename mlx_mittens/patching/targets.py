@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 
 from .. import _ext
+from ..promotion import result_type
 from . import attention_layers, feed_forward, quantized_batches, recurrent_layers, routers
 from .digests import digest, digest_in, plain
 
@@ -180,7 +181,7 @@ def _fast_gated_delta(
     **options: Any,
 ) -> list[mx.array] | None:
     outputs = _ext.try_gated_delta_update(q, k, v, gamma, beta, _wide(initial_state), mask, **options)
-    return outputs and [outputs[0].astype(mx.result_type(q, k)), outputs[1]]
+    return outputs and [outputs[0].astype(result_type(q.dtype, k.dtype)), outputs[1]]
 
 
 @functools.lru_cache(maxsize=64)

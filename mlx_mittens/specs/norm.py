@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import norm
+from ..promotion import result_type
 from . import reference
 from .op import BLOCKWISE, SMALLEST_NORMAL, Case, Exact, Op, add_outliers, in_blocks
 
@@ -149,7 +150,7 @@ def _norm_then_add_then_norm(
     x, residual, weight, next_weight, eps, *, weight_offset=0.0, next_weight_offset=0.0, clip_sum=False, stream=None
 ):
     normed = _rms_norm(x, weight, eps, weight_offset=weight_offset, stream=stream)
-    if clip_sum and mx.result_type(residual, normed) == mx.float16:
+    if clip_sum and result_type(residual.dtype, normed.dtype) == mx.float16:
         largest = mx.finfo(mx.float16).max
         total = residual.astype(mx.float32) + normed.astype(mx.float32)
         total = mx.clip(total, -largest, largest, stream=stream).astype(mx.float16)
