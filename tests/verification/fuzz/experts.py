@@ -11,7 +11,7 @@ from verification.fuzz import exact
 from verification.fuzz.case import Case
 from verification.fuzz.compare import LARGEST, overflow
 from verification.fuzz.draw import FLOATS, Draw, describe, promoted
-from verification.fuzz.products import EPSILON32, gated, packed, size_of, size_of_packed
+from verification.fuzz.products import EPSILON32, gated, moved, packed, size_of, size_of_packed
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -145,18 +145,18 @@ def _product(form: Format, choice: Choice, in_float64: bool) -> Callable[..., mx
     return product
 
 
-def _sizes(choice: Choice, x: mx.array, weights: np.ndarray, indices: mx.array) -> np.ndarray:
-    """A bound of the sums of terms, of shape [tokens, chosen, rows, outputs]."""
+def _sizes(choice: Choice, x: np.ndarray, weights: np.ndarray, indices: mx.array) -> np.ndarray:
+    """A bound of sums of terms that are products of positive numbers, of shape [tokens, chosen, rows, outputs]."""
     experts = np.clip(np.array(indices).astype(np.int64), 0, choice.experts - 1)
-    return size_of(x) @ np.swapaxes(weights[experts], -1, -2)
+    return x @ np.swapaxes(weights[experts], -1, -2)
 
 
 def _errors(
     draw: Draw, form: Format, choice: Choice, x: mx.array, weights: Sequence[mx.array], indices: mx.array
 ) -> np.ndarray:
     """What rounding makes of the products of experts, of shape [tokens, chosen, rows, outputs]."""
-    of_weights = 4 * EPSILON32 * form.size(weights) + form.flushed(draw, weights)
-    return _sizes(choice, x, of_weights, indices)
+    of_sums = _sizes(choice, moved(draw, x), form.size(weights), indices)
+    return of_sums + _sizes(choice, size_of(x), form.flushed(draw, weights), indices)
 
 
 def _in_float64(weights: Sequence[mx.array]) -> list[mx.array]:
@@ -220,7 +220,7 @@ def gather_mm(draw: Draw) -> Case:
 
     def noise() -> list[np.ndarray | float]:
         weights = size_of(arrays[1]) if transposed else np.swapaxes(size_of(arrays[1]), -1, -2)
-        return [4 * EPSILON32 * _sizes(choice, arrays[0], weights, indices)]
+        return [4 * EPSILON32 * _sizes(choice, size_of(arrays[0]), weights, indices)]
 
     return Case(
         describe(arrays, draw, numbers=kinds, transposed=transposed),
@@ -465,7 +465,9 @@ def mixture(draw: Draw) -> Case:
         x = np.abs(np.array(wide[0]))[:, None, None]
         sums = [x @ np.swapaxes(w[which], -1, -2) + b for w, b in zip((gate, up), added)]
         size = 1.2 * (sums[0] + 1) * (sums[1] + 1) @ np.swapaxes(down[which], -1, -2) + added[2]
-        return [6 * specs.EPSILON[dtype] * (size[..., 0, :] * factors[..., None]).sum(-2)]
+        total = (size[..., 0, :] * factors[..., None]).sum(-2)
+        of_terms = np.where(size[..., 0, :].max(-2) > LARGEST[dtype], np.inf, 0.0)  # which the composition stores
+        return [6 * specs.EPSILON[dtype] * total + (0.0 if draw.gpu else of_terms)]
 
     return Case(
         describe(arrays, draw, activation=activation, chosen=chosen, **route, **form.options),

@@ -29,6 +29,18 @@ def size_of(a: mx.array) -> np.ndarray:
     return np.abs(np.nan_to_num(to_float64(a), posinf=0, neginf=0))
 
 
+def moved(draw: Draw, x: mx.array) -> np.ndarray:
+    """How far rounding moves a product with packed weights, by the element of x: that of its sums, and of x itself.
+
+    Native code takes a row of x in a half type as integers of 16 bits; a scale is of some of its columns.
+    """
+    sizes = size_of(x)
+    of_sums = 4 * EPSILON32 * sizes
+    if draw.gpu or x.dtype not in (mx.float16, mx.bfloat16):
+        return of_sums
+    return of_sums + sizes.max(-1, keepdims=True, initial=0) / (2 * 32767)
+
+
 def with_bias(y: mx.array, bias: Sequence[mx.array]) -> mx.array:
     return y + bias[0] if bias else y
 
@@ -142,7 +154,10 @@ def quantized_matmul(draw: Draw) -> Case:
 
     def noise() -> list[np.ndarray | float]:
         weights = size_of_packed(arrays[2], arrays[3], group_size, bits)
-        total = 4 * EPSILON32 * (size_of(arrays[0]) @ (np.swapaxes(weights, -1, -2) if transpose else weights))
+        if transpose:
+            total = moved(draw, arrays[0]) @ np.swapaxes(weights, -1, -2)
+        else:
+            total = 4 * EPSILON32 * (size_of(arrays[0]) @ weights)
         return [total + _overflow_of_packed(draw, arrays[0], bits)]
 
     batch = list(np.broadcast_shapes(tuple(leading[:-1]), tuple(stack))) + leading[-1:] if stack else leading
@@ -241,7 +256,7 @@ def quantized_matmuls(draw: Draw) -> Case:
     def noise() -> list[np.ndarray | float]:
         x, beyond = arrays[0], _overflow_of_packed(draw, arrays[0], bits)
         sizes = [size_of_packed(triple[1], triple[2], group_size, bits) for triple, _ in parts(arrays[1:])]
-        return [4 * EPSILON32 * (size_of(x) @ size.T) + beyond for size in sizes]
+        return [moved(draw, x) @ size.T + beyond for size in sizes]
 
     return Case(
         describe(arrays, draw, numbers=kind, group_size=group_size, bits=bits, count=count, bias=has_bias),
@@ -270,8 +285,9 @@ def quantized_embedding(draw: Draw) -> Case:
         n = np.array(indices).astype(np.int64)
         n = np.where(n < 0, n + rows, n)
         is_there = (n >= 0) & (n < rows)
-        y = exact.dequantize(*triple, group_size, bits)[mx.array(np.where(is_there, n, 0))]
-        return mx.where(mx.array(is_there)[..., None], y, mx.array(np.nan, y.dtype))
+        y = np.full([*n.shape, columns], np.nan)
+        y[is_there] = np.array(exact.dequantize(*triple, group_size, bits))[n[is_there]]
+        return mx.array(y, mx.float64)
 
     def noise() -> list[np.ndarray | float]:
         return [EPSILON[dtype] * (2**bits - 1) * float(size_of(arrays[2]).max(initial=0))]
@@ -282,7 +298,7 @@ def quantized_embedding(draw: Draw) -> Case:
         ours=lambda indices, *triple: mm.quantized_embedding(indices, *triple, group_size, bits),
         twin=None,
         exact=in_float64,
-        of_nothing=lambda: [np.full([*shape, columns], np.nan)],
+        of_nothing=lambda: [np.full([*arrays[0].shape, columns], np.nan)],
         noise=noise,
     )
 
@@ -323,7 +339,7 @@ def quantized_swiglu(draw: Draw) -> Case:
             scales, biases = (a.astype(mx.float64) for a in arrays[i + 1 : i + 3])
             weights = exact.dequantize(arrays[i], scales, biases, group_size, bits)
             products.append(np.abs(np.nan_to_num(np.array(x @ weights.T), posinf=0, neginf=0)))
-            errors.append(4 * EPSILON32 * (size_of(x) @ size_of_packed(scales, biases, group_size, bits).T))
+            errors.append(moved(draw, arrays[0]) @ size_of_packed(scales, biases, group_size, bits).T)
         # The slopes of silu and of GELU are less than 1.2.
         total = 2 * (errors[0] * 1.2 * (products[1] + errors[1]) + errors[1] * products[0])
         return [total + _overflow_of_packed(draw, arrays[0], bits)]
@@ -388,7 +404,8 @@ def block_matmul(draw: Draw) -> Case:
 
     def noise() -> list[np.ndarray | float]:
         weights = size_of_blocks(arrays[1], blocks_kind)
-        return [4 * EPSILON32 * (size_of(arrays[0]) @ weights.T + sum(map(size_of, arrays[2:])))]
+        beyond = overflow(size_of(arrays[0]) @ weights.T)  # terms are scaled behind their sum
+        return [moved(draw, arrays[0]) @ weights.T + 4 * EPSILON32 * sum(map(size_of, arrays[2:])) + beyond]
 
     return Case(
         describe(arrays, draw, numbers=kind, kind=blocks_kind, wild=wild),
