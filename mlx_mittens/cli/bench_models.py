@@ -24,6 +24,7 @@ from ..bench import architectures, llama_cpp, machine, model_folders
 from ..bench.model_folders import ModelError
 from ..bench.models import DTYPES, FORMATS, STEPS, Row, Subject, measure, published_layers
 from ..table import Column, show
+from . import bench_memory
 from .completion import offer_list
 from .options import UsageError, chosen
 from .runs import Ending, JsonFile, each, finish, progress, steps
@@ -63,6 +64,7 @@ DEFAULTS: dict[str, Any] = {
     "prompt": 128,
     "tokens": 64,
     "seconds": 30.0,
+    "memory": False,
 }
 
 
@@ -91,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         text = f"{what} ({DEFAULTS[name] or 'as many as half of the memory holds'})"
         group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, **more)
+    group.add_argument(
+        "--memory",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="measure memory in the place of time, with caches of half types, 8 and 4 bits (a prompt of "
+        f"{bench_memory.PROMPT} and {bench_memory.TOKENS} tokens)",
+    )
 
 
 def run(arguments: argparse.Namespace, file: JsonFile) -> int:
@@ -108,6 +117,8 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     if unused and not any(subject.weights for subject in todo):
         raise UsageError(f"--{unused[0]} is of random weights: {todo[0].model} has its own")
     _check_models(todo)
+    if options.memory:
+        return bench_memory.run(arguments, todo, file)
     peer = _peer(options.peer, todo)
     info = machine.describe()
     info["versions"]["mlx_lm"] = model_folders.mlx_lm_version()

@@ -107,6 +107,7 @@ def test_wrong_results_fail(monkeypatch, capsys, tmp_path):
         (["--prompt", "128"], ["--prompt goes with --model"]),
         (["--tokens", "64"], ["--tokens goes with --model"]),
         (["--seconds", "30"], ["--seconds goes with --model"]),
+        (["--memory"], ["--memory goes with --model"]),
         (["--model", "qwen3-0.6b"], ["--quick does not go with --model"]),
     ],
     ids=str,
