@@ -198,8 +198,9 @@ enum class TensorRole : unsigned { left, right, destination };
 
 // Which lane holds which elements of a matrix, as fragments of 16x16: an M5's, or one that has nothing of it. A scope of
 // no SIMD-group is a thread, which holds all.
-template <TensorRole role, int row_count, int column_count, int simdgroup_count>
+template <TensorRole tensor_role, int row_count, int column_count, int simdgroup_count>
 struct FragmentLayout {
+  static constexpr TensorRole role = tensor_role;
   static constexpr int rows = row_count;
   static constexpr int columns = column_count;
   static constexpr int simdgroups = simdgroup_count;
@@ -250,6 +251,18 @@ class cooperative_tensor {
   using layout = Layout;
   static constexpr int capacity = Layout::capacity;
 
+  cooperative_tensor() = default;
+  cooperative_tensor(const cooperative_tensor&) = default;
+  cooperative_tensor& operator=(const cooperative_tensor&) = default;
+  // A kernel may ask for the places after it has read the elements.
+  MITTENS_INLINE ~cooperative_tensor() {
+    if (run_.file && is_by_index_ && Layout::simdgroups > 0 && !was_asked() && mittens::has_shuffled_layout()) {
+      mittens::fault("the result of matmul2d::run was read by index, and its places were never asked "
+                     "(get_multidimensional_index): which element a lane holds differs between GPUs",
+                     run_);
+    }
+  }
+
   // Elements that are there, one after the other.
   template <typename Tensor>
   class Iterator {
@@ -286,12 +299,16 @@ class cooperative_tensor {
     return capacity;
   }
   MITTENS_INLINE bool is_valid_element(ushort i) const {
+    if constexpr (Layout::role == mittens::TensorRole::destination) {
+      ask();  // a sum of all elements asks for no more
+    }
     return i < capacity && Layout::here_is(i).is_valid;
   }
   MITTENS_INLINE bool get_mask(ushort i) const {
     return is_valid_element(i);
   }
   MITTENS_INLINE array<int, 2> get_multidimensional_index(ushort i) const {
+    check(i);
     ask();
     const auto place = Layout::here_is(i);
     return {place.column, place.row};
@@ -304,6 +321,7 @@ class cooperative_tensor {
   }
   MITTENS_INLINE const T& operator[](ushort i) const {
     check(i);
+    is_by_index_ = true;
     return elements_[i];
   }
   iterator begin() {
@@ -320,6 +338,7 @@ class cooperative_tensor {
   }
   template <typename Other>
   iterator map_iterator(Other other) {
+    ask();
     return {*this, other.index()};
   }
 
@@ -338,6 +357,7 @@ class cooperative_tensor {
   MITTENS_INLINE void store(const tensor<U, E, tensor_inline>& target) const {
     static_assert(__is_same(typename tensor<U, E, tensor_inline>::value_type, T),
                   "a cooperative tensor is stored to a tensor of its own type");
+    ask();
     for (int i = 0; i < capacity; ++i) {
       const auto place = Layout::here_is(i);
       if (place.is_valid && place.column < target.get_extent(0) && place.row < target.get_extent(1)) {
@@ -367,6 +387,15 @@ class cooperative_tensor {
     }
     is_by_index_ = false;
   }
+  MITTENS_INLINE void mittens_is_result_of(mittens::Site run) {
+    fill();
+    run_ = run;
+  }
+  // A conversion keeps the places, and asks on behalf of the kernel.
+  MITTENS_INLINE const T* mittens_converted() const {
+    ask();
+    return elements_;
+  }
 
  private:
   MITTENS_INLINE static void check(ushort i) {
@@ -387,7 +416,8 @@ class cooperative_tensor {
   }
   T elements_[capacity];
   ulong filled_[(capacity + 63) / 64] = {};
-  bool is_by_index_ = false;
+  mutable bool is_by_index_ = false;
+  mittens::Site run_ = {};  // that gave the elements
 };
 
 }  // namespace metal

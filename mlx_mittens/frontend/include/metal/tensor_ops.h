@@ -52,8 +52,8 @@ using tensor_value = typename TensorValue<metal::remove_cv_t<T>>::type;
 
 template <typename Scope>
 constexpr int simdgroups_of = -1;
-template <size_t count>
-constexpr int simdgroups_of<metal::execution_threads<count>> = 0;
+template <>
+constexpr int simdgroups_of<metal::execution_threads<1>> = 0;
 template <size_t count>
 constexpr int simdgroups_of<metal::execution_simdgroups<count>> = int(count);
 
@@ -297,7 +297,7 @@ class matmul2d {
       for (int i = 0; i < sums.capacity; ++i) {
         destination.mittens_elements()[i] = Value(sums.mittens_elements()[i]);
       }
-      destination.fill();
+      destination.mittens_is_result_of(site);
     } else {
       const auto at = [&](int i) { return decltype(sums)::layout::here_is(i); };
       const auto is_there = [&](auto place) {
@@ -334,7 +334,7 @@ class matmul2d {
     }
     Wanted result;
     for (int i = 0; i < Wanted::capacity; ++i) {
-      result.mittens_elements()[i] = typename Wanted::element_type(source[i]);
+      result.mittens_elements()[i] = typename Wanted::element_type(source.mittens_converted()[i]);
     }
     result.fill();
     return result;
@@ -368,6 +368,14 @@ class matmul2d {
     constexpr int own = simdgroups == 0 ? 0 : 1;  // each SIMD-group has its operands whole
     constexpr bool is_left_held = mittens::is_cooperative<metal::remove_cv_t<L>>;
     constexpr bool is_right_held = mittens::is_cooperative<metal::remove_cv_t<R>>;
+    if constexpr (is_left_held) {
+      static_assert(__is_same(typename L::layout, typename Left<mittens::tensor_value<L>, constant_k, simdgroups>::layout),
+                    "the left operand of matmul2d::run is of another operation");
+    }
+    if constexpr (is_right_held) {
+      static_assert(__is_same(typename R::layout, typename Right<mittens::tensor_value<R>, constant_k, simdgroups>::layout),
+                    "the right operand of matmul2d::run is of another operation");
+    }
     if constexpr (is_left_held && is_right_held) {
       product<constant_k>(left, right, sums, site);
     } else if constexpr (is_left_held) {
@@ -380,6 +388,11 @@ class matmul2d {
       product<constant_k>(a, right, sums, site);
     } else {
       const int all = chosen.k > 0 ? chosen.k : int(left.get_extent(chosen.transpose_left ? 1 : 0));
+      if (chosen.k <= 0 && int(right.get_extent(chosen.transpose_right ? 0 : 1)) != all) {
+        mittens::fault("the operands of matmul2d::run differ in k, which is dynamic_extent: the columns of the left one "
+                       "are not the rows of the right one, as its descriptor transposes them",
+                       site);
+      }
       for (int begin = 0; begin < all; begin += block) {
         const int count = all - begin < block ? all - begin : block;
         Left<mittens::tensor_value<L>, block, own> a;
