@@ -200,15 +200,16 @@ def _with_export(text: str, name: str) -> str:
 
 def _with_import(text: str, module: str, names: set[str], after: str) -> str:
     """A module that imports these names of another of its package, where it does not yet."""
-    line = re.search(rf"^from {re.escape(module)} import (.*)\n", text, re.M)
-    if line:
-        names = names | set(line[1].split(", "))
+    names_there = r"(\([^)]*\)|.*)\n"  # on several lines, or on one
+    found = re.search(rf"^from {re.escape(module)} import {names_there}", text, re.M)
+    if found:
+        names = names | set(re.findall(r"\w+", found[1]))
     wanted = f"from {module} import {', '.join(sorted(names))}\n"
-    if line:
-        return text.replace(line[0], wanted)
-    return re.sub(
-        rf"^(from {re.escape(after)} import .*\n)", lambda found: found[1] + wanted, text, count=1, flags=re.M
-    )
+    if found:
+        return text.replace(found[0], wanted)
+    before = re.search(rf"^from {re.escape(after)} import {names_there}", text, re.M)
+    assert before, f"the module imports from {after}"
+    return text[: before.end()] + wanted + text[before.end() :]
 
 
 def write(name: str, family: str, root: Path) -> list[str]:
