@@ -2,18 +2,19 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/heap.h"
+#include "cpu/ragged_attention.h"
 
 namespace mittens::cpu {
 
 MITTENS_VERSIONS(attention)
 
-void (*attention_here())(const Attention& call) {
-  return attention_versions[isa_index()];
-}
-
 void attention(const Attention& call) {
   give_back_after_growth(call.queries, call.keys);
-  attention_here()(call);
+  attention_versions[isa_index()](call);
+}
+
+void (*attention_here())(const Attention& call) {
+  return attention_versions[isa_index()];
 }
 
 }  // namespace mittens::cpu

@@ -58,7 +58,4 @@ struct Attention {
 
 void attention(const Attention& call);
 
-// The code for this machine; the caller gives memory back.
-void (*attention_here())(const Attention& call);
-
 }  // namespace mittens::cpu

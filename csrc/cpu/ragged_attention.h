@@ -12,6 +12,9 @@ struct RaggedKeys {
   const int32_t* ends;  // [batch]; nullptr: the number of keys
 };
 
+// Attention of one call in the code for this machine, in attention.cpp; the caller gives memory back.
+void (*attention_here())(const Attention& call);
+
 void ragged_attention(const Attention& call, const RaggedKeys& keys);
 
 }  // namespace mittens::cpu
