@@ -435,7 +435,8 @@ def mixture(draw: Draw) -> Case:
         weights = mx.take_along_axis(exact.softmax(logits, -1), indices, -1)
         return weights / weights.sum(-1, keepdims=True) if route["renormalize"] else weights
 
-    def in_float64(*arrays: mx.array) -> mx.array:
+    def terms(arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array | None]:
+        """The outputs of the chosen experts, before they are weighted, and of the shared one."""
         triples, logits, bias = parts(arrays)
         each = [exact.dequantize(*triple, form.group_size, form.bits) for triple in triples]
         x, rows = arrays[0], arrays[0][:, None, None]
@@ -443,10 +444,12 @@ def mixture(draw: Draw) -> Case:
         added = [b[indices][..., None, :] for b in bias] if bias else [0, 0, 0]
         product = lambda x, i: x @ each[i][indices].swapaxes(-1, -2) + added[i]
         y = product(gated(product(rows, 0), product(rows, 1), activation), 2)[..., 0, :]
-        y = (y * weights_of(arrays[1], indices)[..., None]).sum(-2)
-        if logits is None:
-            return y
-        return y + mx.sigmoid(logits) * (gated(x @ each[3].T, x @ each[4].T, activation) @ each[5].T)
+        return y, None if logits is None else gated(x @ each[3].T, x @ each[4].T, activation) @ each[5].T
+
+    def in_float64(*arrays: mx.array) -> mx.array:
+        outputs, shared = terms(arrays)
+        y = (outputs * weights_of(arrays[1], indices_of(arrays[1]))[..., None]).sum(-2)
+        return y if shared is None else y + mx.sigmoid(parts(arrays)[1]) * shared
 
     def noise() -> list[np.ndarray | float]:
         """What is between the launches is rounded, and so are weights, and products that are launches of their own."""
@@ -466,8 +469,12 @@ def mixture(draw: Draw) -> Case:
         sums = [x @ np.swapaxes(w[which], -1, -2) + b for w, b in zip((gate, up), added)]
         size = 1.2 * (sums[0] + 1) * (sums[1] + 1) @ np.swapaxes(down[which], -1, -2) + added[2]
         total = (size[..., 0, :] * factors[..., None]).sum(-2)
-        of_terms = np.where(size[..., 0, :].max(-2) > LARGEST[dtype], np.inf, 0.0)  # which the composition stores
-        return [6 * specs.EPSILON[dtype] * total + (0.0 if draw.gpu else of_terms)]
+        noise = 6 * specs.EPSILON[dtype] * total
+        if not draw.gpu:  # native code stores outputs before it weighs them
+            outputs, shared = terms(wide)
+            stored = [np.abs(np.array(outputs)).max(-2), *([] if shared is None else [np.abs(np.array(shared))])]
+            noise[np.maximum.reduce(stored) > 0.99 * LARGEST[dtype]] = np.inf
+        return [noise]
 
     return Case(
         describe(arrays, draw, activation=activation, chosen=chosen, **route, **form.options),

@@ -32,7 +32,8 @@ def size_of(a: mx.array) -> np.ndarray:
 def moved(draw: Draw, x: mx.array) -> np.ndarray:
     """How far rounding moves a product with packed weights, by the element of x: that of its sums, and of x itself.
 
-    Native code takes a row of x in a half type as integers of 16 bits; a scale is of some of its columns.
+    Native code rounds a row of x in a half type to integers of 16 bits. Each scale serves some columns, so the largest
+    element of the row bounds the error.
     """
     sizes = size_of(x)
     of_sums = 4 * EPSILON32 * sizes
