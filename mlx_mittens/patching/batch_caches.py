@@ -201,13 +201,27 @@ class BatchQuantizedKVCache:
     def extract(self, idx: int) -> Any:
         """A row alone, as mlx-lm's ``QuantizedKVCache``."""
         cache = _mlx_lm_cache().QuantizedKVCache(self.group_size, self.bits)
-        first = cast("list[int]", self.left_padding.tolist())[idx]
-        if self.keys is not None and first < self._idx:
-            cache.keys, cache.values = tree_map(
-                lambda a: mx.contiguous(a[idx : idx + 1, :, first : self._idx]), (self.keys, self.values)
-            )
-            cache.offset = self._idx - first
+        cache.offset = self._copy_row(idx, cast("list[int]", self.left_padding.tolist())[idx], cache)
         return cache
+
+    def _copy_row(self, idx: int, first: int, to: Any) -> int:
+        """Copies a row's tokens from a place on into another cache; says how many there are."""
+        if self.keys is None or first >= self._idx:
+            return 0
+        to.keys, to.values = tree_map(
+            lambda a: mx.contiguous(a[idx : idx + 1, :, first : self._idx]), (self.keys, self.values)
+        )
+        return self._idx - first
+
+    @classmethod
+    def _common_format(cls, caches: Sequence[Any]) -> tuple[int, int]:
+        """The group size and the bits of caches that are to be merged."""
+        formats = {(cache.group_size, cache.bits) for cache in caches}
+        if len(formats) != 1:
+            raise ValueError(
+                f"[{cls.__name__}.merge] caches of group sizes and bits {sorted(formats)}: expected the same for all"
+            )
+        return formats.pop()
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
@@ -216,13 +230,7 @@ class BatchQuantizedKVCache:
         Raises:
             ValueError: The caches differ in bits or groups.
         """
-        formats = {(cache.group_size, cache.bits) for cache in caches}
-        if len(formats) != 1:
-            raise ValueError(
-                f"[BatchQuantizedKVCache.merge] caches of group sizes and bits {sorted(formats)}: expected the same "
-                "for all"
-            )
-        group_size, bits = formats.pop()
+        group_size, bits = cls._common_format(caches)
         most = max(cache.offset for cache in caches)
         merged = cls([most - cache.offset for cache in caches], group_size, bits)
         full = next((cache for cache in caches if cache.keys is not None), None)

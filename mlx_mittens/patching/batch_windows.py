@@ -144,11 +144,7 @@ class BatchRotatingQuantizedKVCache(BatchQuantizedKVCache):
         first = max(own, self._idx - self.max_size)
         row._has_dropped = self._has_dropped or first > own
         row.offset = self.offset[idx : idx + 1]
-        if self.keys is not None and first < self._idx:
-            row.keys, row.values = tree_map(
-                lambda a: mx.contiguous(a[idx : idx + 1, :, first : self._idx]), (self.keys, self.values)
-            )
-            row._idx = self._idx - first
+        row._idx = self._copy_row(idx, first, row)
         return row
 
     @classmethod
@@ -180,12 +176,7 @@ class BatchRotatingQuantizedKVCache(BatchQuantizedKVCache):
         Raises:
             ValueError: The caches differ in their window, bits or groups.
         """
-        formats = {(cache.group_size, cache.bits) for cache in caches}
-        if len(formats) != 1:
-            raise ValueError(
-                f"[{cls.__name__}.merge] caches of group sizes and bits {sorted(formats)}: expected the same for all"
-            )
-        merged = cls(caches[0].max_size, [], *formats.pop())
+        merged = cls(caches[0].max_size, [], *cls._common_format(caches))
         merged._join(caches)
         return merged
 
