@@ -39,15 +39,15 @@ _DROPPED_PREFIXES = ("CMAKE_", "CCACHE_", "MLX_", "PYTHON")
 _NEWER_NAMES = ("mx.fast.gated_delta_update",)
 
 # Prints names of mx that the package's modules ask for and this mlx lacks.
-_MISSING_NAMES = """
-import ast, pathlib, mlx.core as mx, mlx_mittens
+_MISSING_NAMES = r"""
+import ast, operator, pathlib, re, mlx.core as mx, mlx_mittens
 for path in pathlib.Path(mlx_mittens.__file__).parent.rglob("*.py"):
     for node in ast.walk(ast.parse(path.read_text())):
         name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        parts = name.split(".")
-        owner = mx.fast if parts[:2] == ["mx", "fast"] and len(parts) == 3 else mx
-        if parts[0] == "mx" and all(map(str.isidentifier, parts)) and len(parts) == (2 if owner is mx else 3):
-            if not hasattr(owner, parts[-1]):
+        if re.fullmatch(r"mx\.(fast\.)?\w+", name):
+            try:
+                operator.attrgetter(name.removeprefix("mx."))(mx)
+            except AttributeError:
                 print(name)
 """
 
