@@ -175,7 +175,7 @@ bool has_weight_of(const PendingRmsNorm& norm) {
   return norm.weight && norm.weight->dtype() == norm.x.dtype() && norm.weight->shape() == mx::Shape{norm.x.shape(-1)};
 }
 
-// A factor of all elements. None where it is not computed yet.
+// A factor of all elements; nullopt where it is several, or not computed yet.
 std::optional<float> known_factor(const mx::array& factor) {
   const mx::array& array = behind(factor, "Broadcast");
   if (array.size() != 1 || array.status() != mx::array::Status::available) {
