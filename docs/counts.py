@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mittens import ops, specs
-from mlx_mittens.bench import mlx_metal
 from mlx_mittens.cli import simulate
 from mlx_mittens.frontend import compiler
 
@@ -139,8 +138,7 @@ def rows(counted: Counted) -> str:
     check, ours = simulate.simulate(op, case, counted.dtype)
     if not check.passed:
         raise ValueError(f"{op.name}, {case.name}: {check.detail}")
-    peer = mlx_metal.of(op, case)
-    theirs = simulate.peer_launches(op, peer, case, counted.dtype) if peer else []
+    theirs = simulate.peer_launches(op, case, counted.dtype)
     lines = [_row("", launch) for launch in ours] + [_row("MLX: ", launch) for launch in theirs]
     return "".join(f"{line}\n" for line in (heading(counted), *lines) if line)
 

@@ -27,7 +27,7 @@ from mlx_mittens.apple import machine_code
 from mlx_mittens.apple.chips import Chip
 from mlx_mittens.apple.estimates import elementwise
 from mlx_mittens.apple.model import Instructions, Work, chain
-from mlx_mittens.bench import mlx_metal
+from mlx_mittens.bench import mlx_sources
 from mlx_mittens.ops.custom import Output, int32, launch
 from mlx_mittens.simulator import PredictedLaunch
 
@@ -144,7 +144,7 @@ def tile_of_mlx(type_name: str, mode: str, group: int, rows: int, columns: int) 
     dtype, text = TYPES[type_name]
     affine = mode == "affine"
     function = "affine_gather_qmm_rhs" if affine else "fp_gather_qmm_rhs"
-    kernel = mlx_metal.instance(
+    kernel = mlx_sources.instance(
         "quantized" if affine else "fp_quantized", function, text, group, 4, 16, 32, 32, 1, 2, True
     )
     x = mx.random.normal((rows, columns)).astype(dtype)
@@ -173,7 +173,7 @@ def dense_tile(type_name: str, blocks: int, columns: int) -> PredictedLaunch:
 def dense_tile_of_mlx(type_name: str, rows: int, columns: int) -> PredictedLaunch:
     """A threadgroup of MLX's kernel, of 16 rows or fewer."""
     dtype, text = TYPES[type_name]
-    kernel = mlx_metal.instance("steel_gather", "gather_mm_rhs", text, 16, 64, 16, 1, 2, False, True)
+    kernel = mlx_sources.instance("steel_gather", "gather_mm_rhs", text, 16, 64, 16, 1, 2, False, True)
     sizes = struct.pack("=8i3q3i4x", rows, 64, columns, columns, columns, 64, 1, 1, 0, 0, 0, 0, columns // 16, 0)
     values: list[Any] = [mx.random.normal((n, columns)).astype(dtype) for n in (rows, 64)]
     values += [mx.zeros((1,), mx.int32), Output([rows, 64], dtype), sizes, int32(1)]

@@ -20,7 +20,7 @@ import mlx_mittens as mm
 from mlx_mittens.apple.chips import Chip
 from mlx_mittens.apple.estimates import elementwise
 from mlx_mittens.apple.model import Instructions, chain, predict
-from mlx_mittens.bench import mlx_metal
+from mlx_mittens.bench import mlx_sources
 from mlx_mittens.ops.custom import Output, int32, launch
 from mlx_mittens.simulator import PredictedLaunch
 from mlx_mittens.specs.gguf import KINDS as KINDS_OF_BLOCKS
@@ -124,7 +124,7 @@ def their_quantized(dtype: mx.Dtype, text: str, bits: int, transpose: bool) -> T
     """Four threadgroups of MLX's kernel."""
     more = (True, False) if transpose else (False,)  # whole tiles, no batch
     function = "affine_qmm_t" if transpose else "affine_qmm_n"
-    kernel = mlx_metal.instance("quantized", function, text, GROUP, bits, *more)
+    kernel = mlx_sources.instance("quantized", function, text, GROUP, bits, *more)
 
     def call(columns: int) -> mx.array:
         x = mx.random.normal((64, columns)).astype(dtype)
@@ -141,7 +141,7 @@ def their_dense(dtype: mx.Dtype, text: str, transpose: bool, is_base: bool) -> T
     rows, outputs, step, along, across = 64, 64, 16, 2, 2
     if is_base:
         outputs, step, along = (32, 32, 2) if transpose else (64, 16, 1)
-    kernel = mlx_metal.instance("steel_gemm", "gemm", text, rows, outputs, step, along, across, False, transpose)
+    kernel = mlx_sources.instance("steel_gemm", "gemm", text, rows, outputs, step, along, across, False, transpose)
 
     def call(columns: int) -> mx.array:
         x = mx.random.normal((rows, columns)).astype(dtype)
@@ -157,7 +157,7 @@ def their_dense(dtype: mx.Dtype, text: str, transpose: bool, is_base: bool) -> T
 
 def their_split_dense(dtype: mx.Dtype, text: str, rows: int) -> Tile:
     """A threadgroup of MLX's gemm whose columns are shared, which leaves sums in float32."""
-    kernel = mlx_metal.instance("splitk", "gemm_splitk", text, "float", rows, 32, 16, 2, 2, False, True, True, True)
+    kernel = mlx_sources.instance("splitk", "gemm_splitk", text, "float", rows, 32, 16, 2, 2, False, True, True, True)
 
     def call(columns: int) -> mx.array:
         x, w = (mx.random.normal((count, columns)).astype(dtype) for count in (rows, 32))

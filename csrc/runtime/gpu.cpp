@@ -138,6 +138,7 @@ void bind(nb::module_& module) {
         result["bandwidth_GBps"] = gpu.bandwidth_gbps;
         result["last_level_cache"] = gpu.last_level_cache;
         result["matrix_units"] = gpu.has_matrix_units;
+        result["float32_matrix_units"] = mlx_uses_matrix_units(gpu, mx::float32);
         return result;
       },
       "What the plans know of the default device: its GPU, or on the CPU the one that the simulator stands for.");

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..apple.machine_code import Request
-from .mlx_metal import instance
+from .mlx_sources import instance
 
 _SIMD = 32
 _HALVES = ("half", "bfloat16_t")

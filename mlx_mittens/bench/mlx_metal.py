@@ -3,87 +3,34 @@
 Each function takes what the op takes and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the
 same compiler as ours, on a CPU in the simulator. A new op's peer is one function and one row in `PEERS`.
 
-Where MLX's choice depends on the Apple GPU, it is made as for an M4 Max (applegpu_g16s). MLX chooses the same on an M3
-Max; the generation after it has matrix units, and only Apple's compiler takes the kernels for those. A kernel that may
-have as many threads as the hardware allows has 1024.
+Where MLX's choice depends on the Apple GPU, it is made as for an M4 Max (applegpu_g16s), and MLX chooses the same on an
+M3 Max. If the simulator stands for a GPU with matrix units, as an M5's, the kernels for those are launched where MLX
+launches them (`mlx_matrix_units`). A kernel that may have as many threads as the hardware allows has 1024.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from .. import _ext, frontend, specs
+from .. import _ext, specs
 from ..ops.custom import Output, float32, int32, int64, launch
 from ..specs.matmul import has_bias
+from . import mlx_matrix_units
+from .mlx_sources import TYPES, has_checkout, instance, of_checkout
 
-_KERNELS = "mlx/backend/metal/kernels"
-_HEADERS = {
-    "softmax": ("utils.h", "softmax.h"),
-    "gemv": ("utils.h", "gemv.h"),
-    "quantized": ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h"),
-    "fp_quantized": ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h"),
-    "splitk": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h"),
-    "steel_gemm": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h"),
-    "steel_gather": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_gather.h"),
-    "sdpa_vector": ("utils.h", "sdpa_vector.h"),
-    "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
-}
-_TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
 # Columns of a row that MLX's norms hold at most, in 4 and 8 a thread; they loop over longer ones.
 _RMS_HELD, _LAYER_HELD = 4096, 6656
-# Names a checkout of MLX's repository, for kernels that the wheel lacks.
-CHECKOUT = "MLX_MITTENS_MLX_SOURCE"
 _SIMD = 32
 _MOST_THREADS = 1024
 
 Stream = mx.Stream | mx.Device | None
 Arguments = dict[int, mx.array | bytes | Output]  # of a kernel, by buffer index
-
-
-@functools.cache
-def instance(family: str, function: str, *template: object) -> tuple[str, str]:
-    """Registers one instantiation of a kernel of MLX's.
-
-    Args:
-        family: Of the kernel: a key of `_HEADERS`.
-        function: The kernel.
-        template: Its template arguments.
-
-    Returns:
-        tuple[str, str]: The source's name and the kernel's, as `launch` and `mlx_mittens.frontend` take them.
-    """
-    arguments = [str(a).lower() if isinstance(a, bool) else str(a) for a in template]
-    kernel = "_".join([function, *arguments])
-    file = f"mlx/{kernel}.metal"
-    includes = "".join(f'#include "{_KERNELS}/{header}"\n' for header in _HEADERS[family])
-    frontend.register_source(file, f'{includes}instantiate_kernel("{kernel}", {function}, {", ".join(arguments)})\n')
-    return file, kernel
-
-
-def has_checkout() -> bool:
-    """Whether `CHECKOUT` names a folder with the kernels that MLX's wheel lacks."""
-    return (Path(os.environ.get(CHECKOUT, "")) / _KERNELS / "rms_norm.metal").is_file()
-
-
-def _of_checkout(file: str) -> str:
-    """Registers a .metal file of MLX's repository; returns its name as a source."""
-    if not has_checkout():
-        folder = os.environ.get(CHECKOUT)
-        raise ValueError(
-            f"[peer] {CHECKOUT} is {folder!r}: expected a checkout of MLX's repository, since MLX's wheel lacks {file}"
-        )
-    name = f"mlx/{file}"
-    frontend.register_source(name, (Path(os.environ[CHECKOUT]) / _KERNELS / file).read_text())
-    return name
 
 
 def _name(dtype: mx.Dtype) -> str:
@@ -101,7 +48,7 @@ def softmax(a: mx.array, axis: int = -1, precise: bool = True, *, stream: Stream
     columns, reads = a.shape[-1], 4
     looped = columns > 4096
     accumulator = ["float"] if precise and a.dtype != mx.float32 else []
-    kernel = instance("softmax", "softmax_looped" if looped else "softmax_single_row", _TYPES[a.dtype], *accumulator)
+    kernel = instance("softmax", "softmax_looped" if looped else "softmax_single_row", TYPES[a.dtype], *accumulator)
     threads = _MOST_THREADS if looped else _SIMD * _ceil(_ceil(columns, reads), _SIMD)
     arguments: Arguments = {0: a, 1: Output(a.shape, a.dtype), 2: int32(columns)}
     return launch(*kernel, arguments, [a.size // columns], [threads], stream=stream)[0]
@@ -116,7 +63,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float, *, weight_offset: float 
     if weight_offset:
         raise ValueError(f"[peer.rms_norm] weight_offset is {weight_offset}: expected 0")
     looped = x.shape[-1] > _RMS_HELD
-    kernel = _of_checkout("rms_norm.metal"), f"rms{'_looped' * looped}{_name(x.dtype)}"
+    kernel = of_checkout("rms_norm.metal"), f"rms{'_looped' * looped}{_name(x.dtype)}"
     return _norm(kernel, [x, weight], eps, None if looped else 4, {20: True}, stream)
 
 
@@ -127,7 +74,7 @@ def layer_norm(x: mx.array, weight: mx.array, bias: mx.array, eps: float, *, str
         ValueError: There is no checkout.
     """
     looped = x.shape[-1] > _LAYER_HELD
-    kernel = _of_checkout("layer_norm.metal"), f"layer_norm{'_looped' * looped}{_name(x.dtype)}"
+    kernel = of_checkout("layer_norm.metal"), f"layer_norm{'_looped' * looped}{_name(x.dtype)}"
     return _norm(kernel, [x, weight, bias], eps, None if looped else 8, {}, stream)
 
 
@@ -169,7 +116,7 @@ def gemv(
         tn = 1 if outputs < tn else tn
         a_threadgroup = bn * sn * tn
     function = "gemv" if transpose else "gemv_t"
-    kernel = instance("gemv", function, _TYPES[x.dtype], bm, bn, sm, sn, tm, tn, False, False)
+    kernel = instance("gemv", function, TYPES[x.dtype], bm, bn, sm, sn, tm, tn, False, False)
     arguments: Arguments = {
         **{0: w, 1: x, 3: Output([*x.shape[:-1], outputs], x.dtype)},
         **{4: int32(inputs), 5: int32(outputs), 6: int32(columns)},
@@ -197,8 +144,10 @@ def quantized_matmul(
         **dict(enumerate((w, scales, biases, x))),
         **{4: Output([*x.shape[:-1], n], x.dtype), 5: int32(k), 6: int32(n)},
     }
-    type_text = _TYPES[x.dtype]
-    if m >= _fewest_rows_of_qmm(k, n):
+    type_text = TYPES[x.dtype]
+    if m >= (mlx_matrix_units.fewest_rows_of_qmm(k, n, stream) or _fewest_rows_of_qmm(k, n)):
+        if mlx_matrix_units.takes_product(x.dtype, k, stream):
+            return mlx_matrix_units.qmm(arguments, x.dtype, (m, k, n), group_size, bits, stream)
         return _qmm(arguments, type_text, (m, k, n), group_size, bits, stream)
     if (k == 128 and bits in (1, 2, 4, 8)) or (k == 64 and bits in (2, 4, 8)):
         kernel = instance("quantized", "affine_qmv_quad", type_text, group_size, bits, k, False)
@@ -239,7 +188,7 @@ def gather_qmv(
     whole = n % 8 == 0 and k % (_values_a_word(bits) * (1 if bits == 2 else 2) * _SIMD) == 0
     affine = mode == "affine"
     function = f"{'affine' if affine else 'fp'}_gather_qmv{'_fast' * whole}"
-    kernel = instance("quantized" if affine else "fp_quantized", function, _TYPES[x.dtype], group_size, bits)
+    kernel = instance("quantized" if affine else "fp_quantized", function, TYPES[x.dtype], group_size, bits)
     values: list[Any] = [w, scales, biases if affine else mx.zeros((1,)), x, lhs_indices, rhs_indices]
     values += [Output([*lhs_indices.shape, 1, n], x.dtype), int32(k), int32(n)]
     values += [int32(x.ndim - 2), _ints(x.shape), _longs(x.shape), int32(w.ndim - 2), _ints(w.shape)]
@@ -351,7 +300,7 @@ def _strides(k: mx.array, v: mx.array) -> list[bytes]:
 
 
 def _vector_attention(q, k, v, scale, causal, stream):
-    kernel = instance("sdpa_vector", "sdpa_vector", _TYPES[q.dtype], q.shape[3], v.shape[3])
+    kernel = instance("sdpa_vector", "sdpa_vector", TYPES[q.dtype], q.shape[3], v.shape[3])
     output = Output([*q.shape[:3], v.shape[3]], q.dtype)
     values = [q, k, v, output, int32(q.shape[1] // k.shape[1]), int32(k.shape[2]), *_strides(k, v), float32(scale)]
     groups = [q.shape[0] * q.shape[1], q.shape[2]]
@@ -382,7 +331,7 @@ def _blocks(keys: int, simdgroups: int) -> int:
 
 def _attention_in_two_passes(q, k, v, scale, causal, stream):
     batch, heads, length, _ = q.shape
-    group, keys, type_text = heads // k.shape[1], k.shape[2], _TYPES[q.dtype]
+    group, keys, type_text = heads // k.shape[1], k.shape[2], TYPES[q.dtype]
     dims = q.shape[3], v.shape[3]
     blocks = _blocks(keys, group * length)
     shared = _SHARED.get((group, dims[0]))
@@ -412,11 +361,13 @@ def _full_attention(q, k, v, scale, causal, stream):
     q, k, v = (a if _ext.strides(a)[3] == 1 else mx.contiguous(a, stream=stream) for a in (q, k, v))
     mx.eval(q, k, v)
     batch, heads, length, dims = q.shape
-    keys, rows, columns, simdgroups = k.shape[2], 32, 32 if dims < 128 else 16, 4
-    type_text = _TYPES[q.dtype]
-    kernel = instance(
-        "steel_attention", "attention", type_text, rows, columns, dims, v.shape[3], simdgroups, 1, type_text, "float"
-    )
+    keys, type_text = k.shape[2], TYPES[q.dtype]
+    if mlx_matrix_units.takes_attention(q.dtype, dims, stream):
+        kernel, rows, columns, simdgroups = mlx_matrix_units.attention_kernel(q.dtype, dims)
+    else:
+        rows, columns, simdgroups = 32, 32 if dims < 128 else 16, (4, 1)
+        template = (type_text, rows, columns, dims, v.shape[3], *simdgroups, type_text, "float")
+        kernel = instance("steel_attention", "attention", *template)
     strides = [tuple(_ext.strides(a)[:3]) for a in (q, k, v)]
     strides.append((length * heads * v.shape[3], v.shape[3], heads * v.shape[3]))
     params = struct.pack(
@@ -431,7 +382,7 @@ def _full_attention(q, k, v, scale, causal, stream):
     groups = [_ceil(length, rows), heads, batch]
     (output,) = launch(
         *kernel,
-        *(arguments, groups, [_SIMD, simdgroups, 1]),
+        *(arguments, groups, [_SIMD, *simdgroups]),
         constants=constants,
         ensure_row_contiguous=False,
         stream=stream,
@@ -439,16 +390,23 @@ def _full_attention(q, k, v, scale, causal, stream):
     return output.transpose(0, 2, 1, 3)
 
 
-def has_attention_kernel(q: Sequence[int], k: Sequence[int]) -> bool:
+def has_attention_kernel(
+    q: Sequence[int], k: Sequence[int], dtype: mx.Dtype = mx.float16, is_causal: bool = False, stream: Stream = None
+) -> bool:
     """Whether MLX has one kernel for attention without an array mask, of values as wide as keys.
 
     Args:
         q: Shape of the queries, [B, H, Tq, D].
         k: Shape of the keys, [B, KV, Tk, D].
+        dtype: Of both.
+        is_causal: Whether a query has no keys after it.
+        stream: Where it is to run.
     """
     _, heads, queries, width = q
     _, key_heads, keys, _ = k
     if queries > 8:
+        if mlx_matrix_units.takes_attention(dtype, width, stream):
+            return mlx_matrix_units.prefers_attention(width, queries, is_causal)
         return width in (64, 80, 128)
     return width in (64, 96, 128, 256) and queries <= keys and queries * heads // key_heads <= _SIMD
 
@@ -465,7 +423,8 @@ def _covers_attention(case: specs.Case, options: Mapping[str, Any]) -> bool:
     if options["window"] is not None or options["value_width"] is not None or options["ragged"]:
         return False
     batch, heads, key_heads, queries, keys, width = case.shape
-    return has_attention_kernel((batch, heads, queries, width), (batch, key_heads, keys, width))
+    shapes = (batch, heads, queries, width), (batch, key_heads, keys, width)
+    return has_attention_kernel(*shapes, is_causal=options["mask"] == "causal", stream=mx.Device(mx.cpu))
 
 
 @dataclass(frozen=True)

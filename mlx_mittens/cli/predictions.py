@@ -15,6 +15,7 @@ from ..apple.expected import expected_error
 from ..apple.machine_code import NOT_COMPILED
 from ..apple.model import Prediction
 from ..simulator import Launch
+from ..simulator.matrix_units import COUNTED
 from ..simulator.prediction import MARK, MARKED, PredictedLaunch, predict_launches, total
 from ..table import aligned
 from .completion import offer_list
@@ -98,7 +99,9 @@ class Side:
             launch = next(iter(by_chip.values()))
             entry: dict[str, Any] = {"file": launch.launch.file, "kernel": launch.launch.kernel}
             if launch.code is None:
-                entry["problem"] = launch.problem
+                entry["problem"] = COUNTED if launch.is_counted else launch.problem
+                if launch.is_counted:
+                    entry["chips"] = {name: as_json(each.prediction) for name, each in by_chip.items()}
             else:
                 code = launch.code
                 entry |= {
@@ -129,7 +132,8 @@ def _kernel_lines(by: str, side: Side, chosen: Sequence[Chip]) -> list[str]:
         some = f" ({', '.join(by_chip)})" if len(by_chip) < len(chosen) else ""
         lines.append(f"{by}: {launch.launch.kernel}{some}")
         if launch.code is None:
-            lines += [f"  {NOT_COMPILED}", *(f"  {line}" for line in launch.problem.splitlines()[1:4])]
+            known = [COUNTED] if launch.is_counted else [NOT_COMPILED, *launch.problem.splitlines()[1:4]]
+            lines += [f"  {line}" for line in known]
             continue
         code = launch.code
         spilled = f", {code.spills} spills, {code.fills} fills" if code.spills or code.fills else ""
@@ -146,7 +150,7 @@ def _kernel_lines(by: str, side: Side, chosen: Sequence[Chip]) -> list[str]:
 def _cells(side: Side, chip: str) -> list[str]:
     prediction = side.predictions.get(chip)
     if prediction is None:
-        return [NOT_COMPILED, ""]
+        return [NOT_COMPILED if side.launches.get(chip) else "", ""]
     return [f"{prediction.microseconds:.1f}{MARK * side.is_missed(chip)}", prediction.limit]
 
 

@@ -103,17 +103,17 @@ def _run(arguments: argparse.Namespace) -> int:
     sides = {}
     if chips:
         sides["mlx_mittens"] = predictions.Side.of(own_launches(op, case, dtype, chips, arguments.seed, launches))
-    peer = mlx_metal.of(op, case) if arguments.peer else None
+    peer = has_peer(op, case, gpu) if arguments.peer else False
     if peer:
         try:
             simulator.notes()  # notes on our kernels are not the peer's
-            launches = peer_launches(op, peer, case, dtype, arguments.seed, not arguments.no_watch)
+            launches = peer_launches(op, case, dtype, arguments.seed, not arguments.no_watch, gpu)
             _print(launches)
             for note in simulator.notes():
                 print(f"\nNOTE on MLX's kernel\n{note}")
             rows += [json.dumps({"by": "mlx", **_with_names(launch)}) for launch in launches]
             if chips:
-                sides["mlx"] = predictions.Side.of([(chips, launches)])
+                sides["mlx"] = predictions.Side.of(_peer_of_chips(op, case, dtype, chips, arguments.seed, launches))
         except simulator.Fault as fault:  # of MLX's kernels some are known for one that has no effect
             print(f"\nFAULT of MLX's kernel (--no-watch runs it all the same)\n{fault}")
     elif arguments.peer:
@@ -200,41 +200,91 @@ def own_launches(
         with mx.stream(mx.cpu), strict():
             return _recorded(_call_of_ours(op, case, arrays, cotangents), seed, True, gpu, dry)[1]
 
+    return _by_decision(case, chips, launches, first)
+
+
+def _by_decision(
+    case: specs.Case,
+    chips: Sequence[Chip],
+    launches: Callable[[str, bool], list[dict[str, Any]]],
+    first: list[dict[str, Any]] | None,
+) -> list[tuple[list[Chip], list[dict[str, Any]]]]:
+    """For each set of chips for which a case comes to the same launches these, simulated once.
+
+    Args:
+        case: The case.
+        chips: The chips.
+        launches: The launches for a GPU, which run or, dry, are only decided on.
+        first: The launches for the first chip, where they are known.
+    """
     decided: dict[str, list[Chip]] = {}
     for chip in chips:
-        decision = launches(gpu_of(case, chip), dry=True) if len(chips) > 1 else []
+        decision = launches(gpu_of(case, chip), True) if len(chips) > 1 else []
         keys = ("file", "kernel", "threadgroups", "threads", "arguments")
         decided.setdefault(str([[launch[key] for key in keys] for launch in decision]), []).append(chip)
     found = []
     for alike in decided.values():
         known = first if first is not None and alike[0] is chips[0] else None
-        found.append((alike, known if known is not None else launches(gpu_of(case, alike[0]), dry=False)))
+        found.append((alike, known if known is not None else launches(gpu_of(case, alike[0]), False)))
     return found
+
+
+def has_peer(op: specs.Op, case: specs.Case, gpu: str) -> bool:
+    """Whether MLX has a Metal kernel of its own for a case on a GPU."""
+    with simulator.enabled(gpu=gpu):
+        return mlx_metal.of(op, case) is not None
 
 
 def peer_launches(
     op: specs.Op,
-    peer: Callable[..., mx.array],
     case: specs.Case,
     dtype: mx.Dtype,
     seed: int = 0,
     watch: bool = True,
+    gpu: str | None = None,
+    dry: bool = False,
 ) -> list[dict[str, Any]]:
-    """What MLX's own Metal kernels do for a case, on the inputs that ours get."""
+    """What MLX's own Metal kernels do for a case, on the inputs that ours get; none where it has none.
+
+    Args:
+        op: The op.
+        case: The case.
+        dtype: Of the inputs.
+        seed: Of the inputs, and of the order of threads.
+        watch: Whether accesses are checked.
+        gpu: The GPU that MLX launches them on; that of the case if left out.
+        dry: Whether no launch runs.
+    """
     arrays = op.draw(np.random.default_rng(seed), case, dtype)
+
+    def build() -> list[mx.array]:
+        peer = mlx_metal.of(op, case)
+        return specs.run(op, peer, case, arrays) if peer else []
+
     with mx.stream(mx.cpu):
-        return _recorded(lambda: specs.run(op, peer, case, arrays), seed, watch, case.gpu)[1]
+        return _recorded(build, seed, watch, gpu or case.gpu, dry)[1]
+
+
+def _peer_of_chips(
+    op: specs.Op,
+    case: specs.Case,
+    dtype: mx.Dtype,
+    chips: Sequence[Chip],
+    seed: int,
+    first: list[dict[str, Any]] | None = None,
+) -> list[tuple[list[Chip], list[dict[str, Any]]]]:
+    """MLX's launches for each set of chips for which they are the same."""
+    return _by_decision(case, chips, lambda gpu, dry: peer_launches(op, case, dtype, seed, gpu=gpu, dry=dry), first)
 
 
 def peer_side(
     op: specs.Op, case: specs.Case, dtype: mx.Dtype, chips: Sequence[Chip], seed: int = 0
 ) -> predictions.Side | None:
     """MLX's own Metal kernels for a case, predicted; None where it has none, or one that is known to have no effect."""
-    peer = mlx_metal.of(op, case)
-    if peer is None:
+    if not any(has_peer(op, case, gpu_of(case, chip)) for chip in chips):
         return None
     try:
-        return predictions.Side.of([(chips, peer_launches(op, peer, case, dtype, seed))])
+        return predictions.Side.of(_peer_of_chips(op, case, dtype, chips, seed))
     except simulator.Fault:
         return None
 

@@ -294,8 +294,9 @@ def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
             return None
         if inputs[0].dtype not in _KERNEL_TYPES or inputs[0].dtype != inputs[2].dtype:
             return None
+        x = _that_runs(inputs[0])
         return lambda: mlx_metal.quantized_matmul(
-            *(_drawn(inputs[0]), _drawn(inputs[1]), _drawn(inputs[2]), _drawn(inputs[3])),
+            *(_drawn(x), _drawn(inputs[1]), _drawn(inputs[2]), _drawn(inputs[3])),
             group_size=group_size,
             bits=bits,
             stream=_CPU,
@@ -307,6 +308,17 @@ def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
     if name == "mx.fast.scaled_dot_product_attention":
         return _sdpa(operation)
     return None
+
+
+def _that_runs(x: Array) -> Array:
+    """Rows of a quantized product; on matrix units those of whole tiles, where the simulator would fault the last."""
+    from ..bench import mlx_matrix_units
+
+    rows = math.prod(x.shape[:-1])
+    if not mlx_matrix_units.takes_product(getattr(mx, x.dtype), x.shape[-1], _CPU):
+        return x
+    whole = mlx_matrix_units.rows_that_run(rows)
+    return x if whole == rows else Array((whole, x.shape[-1]), x.dtype, x.itemsize)
 
 
 def _gather_qmv(operation: Operation) -> Callable[[], mx.array] | None:
@@ -358,7 +370,9 @@ def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
     others = set(operation.arguments) - {"q", "k", "v", "sinks"}  # a sink is a number a head: the launch is as without
     if q is None or k is None or v is None or q.dtype not in _KERNEL_TYPES or others:
         return None
-    if mask not in ("None", "causal") or k.shape != v.shape or not mlx_metal.has_attention_kernel(q.shape, k.shape):
+    if mask not in ("None", "causal") or k.shape != v.shape:
+        return None
+    if not mlx_metal.has_attention_kernel(q.shape, k.shape, getattr(mx, q.dtype), mask == "causal", _CPU):
         return None
     scale, way = float(options["scale"]), None if mask == "None" else mask
     return lambda: mlx_metal.scaled_dot_product_attention(

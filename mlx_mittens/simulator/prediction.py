@@ -24,7 +24,7 @@ from ..apple.machine_code import NOT_COMPILED, MachineCode
 from ..apple.model import Instructions, Prediction, Work, chain, gaps, predict
 from ..frontend import CompileError
 from ..table import aligned, html
-from . import mlx_graph, mlx_launches, user_sources
+from . import matrix_units, mlx_graph, mlx_launches, user_sources
 from .block_counts import Executions, counts_of, executions, simdgroups
 from .profile import Launch, profiled
 
@@ -80,9 +80,17 @@ class PredictedLaunch:
     problem: str
     chip: Chip
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether its work is what the simulator counts, as nothing here compiles MLX's kernels for matrix units."""
+        has_units = self.chip.tensor_flop_per_core_cycle is not None
+        return has_units and self.code is None and matrix_units.is_counted(self.launch)
+
     @cached_property
     def work(self) -> Work | None:
-        """Work that it executes; None where it does not compile."""
+        """Work that it executes; None where it does not compile and is not counted."""
+        if self.is_counted:
+            return matrix_units.work_of(self.launch)
         if self.code is None or self.executions is None:
             return None
         return work_of(self.launch, self.code, self.executions, self.chip)
@@ -104,7 +112,7 @@ class PredictedLaunch:
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """The time by itself, and what limits it; None where the kernel does not compile."""
+        """The time by itself, and what limits it; None where there is no work."""
         return None if self.work is None else predict(self.work, self.chip)
 
     def on(self, chip: Chip) -> PredictedLaunch:
@@ -116,12 +124,14 @@ class PredictedLaunch:
 
     def __str__(self) -> str:
         name = f"{self.launch.file}: {self.launch.kernel}"
-        if self.prediction is None or self.code is None:
+        if self.prediction is None:
             return f"{name}: {NOT_COMPILED}"
         text = (
             f"{name}: {self.prediction.microseconds:.1f} us on {self.chip.name}, limited by {self.prediction.limit}; "
-            f"{self.code.half_registers} half registers, {self.code.threads_a_core} threads a core"
         )
+        if self.code is None:
+            return text + matrix_units.COUNTED
+        text += f"{self.code.half_registers} half registers, {self.code.threads_a_core} threads a core"
         if self.uncounted:
             number = (
                 "1 loop that only computes is"
@@ -379,12 +389,22 @@ def _predicting(chip: Chip, with_mx: bool) -> Iterator[PredictedLaunches[Any]]:
     launches: PredictedLaunches[Any] = PredictedLaunches(chip)
     with profiled() as recorded, contextlib.ExitStack() as stack:
         recorder = stack.enter_context(mlx_graph.Recorder()) if with_mx else None
-        stack.callback(_ext.simulator_plan_for, "")
-        _ext.simulator_plan_for(chip.name)
+        stack.enter_context(_planned_for(chip))
         yield launches
     launches += predict_launches(recorded, chip)
     if recorder:
-        _add_launches_of_mx(launches, recorder)
+        with _planned_for(chip):
+            _add_launches_of_mx(launches, recorder)
+
+
+@contextlib.contextmanager
+def _planned_for(chip: Chip) -> Iterator[None]:
+    """Ops are planned for a chip, and MLX chooses its kernels for it."""
+    _ext.simulator_plan_for(chip.name)
+    try:
+        yield
+    finally:
+        _ext.simulator_plan_for("")
 
 
 def _add_launches_of_mx(launches: PredictedLaunches[Any], recorder: mlx_graph.Recorder) -> None:
@@ -414,7 +434,7 @@ def _simulated(call: Callable[[], mx.array], chip: Chip) -> list[PredictedLaunch
         with profiled() as recorded:
             mx.eval(call())
         found = predict_launches(recorded, chip)
-        if all(launch.code is not None for launch in found):
+        if all(launch.work is not None for launch in found):
             return found
     return []
 

@@ -10,7 +10,7 @@ from helpers.tolerances import PEER, SUMS
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs
-from mlx_mittens.bench import machine, measure, mlx_metal, timing
+from mlx_mittens.bench import machine, measure, mlx_metal, mlx_sources, timing
 from mlx_mittens.cli import bench
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import ptxas
@@ -97,7 +97,7 @@ def checkout(tmp_path, monkeypatch):
         for name, value in zip(names, values):
             text = text.replace(name, value)
         (folder / f"{file}.metal").write_text(text)
-    monkeypatch.setenv(mlx_metal.CHECKOUT, str(tmp_path))
+    monkeypatch.setenv(mlx_sources.CHECKOUT, str(tmp_path))
 
 
 @pytest.mark.parametrize("columns", [7, 256, 4100, 6664])
@@ -120,8 +120,8 @@ def test_norms_have_mlxs_geometry(checkout, draw, launches, columns, rms, layer)
 
 
 def test_norms_need_a_checkout(draw, monkeypatch):
-    monkeypatch.delenv(mlx_metal.CHECKOUT, raising=False)
-    with pytest.raises(ValueError, match=f"{mlx_metal.CHECKOUT} is None: expected a checkout"):
+    monkeypatch.delenv(mlx_sources.CHECKOUT, raising=False)
+    with pytest.raises(ValueError, match=f"{mlx_sources.CHECKOUT} is None: expected a checkout"):
         mlx_metal.rms_norm(draw(2, 64), draw(64), 1e-5)
 
 
@@ -367,7 +367,7 @@ def test_unwatched_the_race_is_without_effect(draw):
         assert_near(*_qmv(draw(1, 192), mx.quantize(draw(9, 192), 64, 4)))
 
 
-@pytest.mark.parametrize("family", mlx_metal._HEADERS)
+@pytest.mark.parametrize("family", [family for family in mlx_sources.HEADERS if not family.endswith("_nax")])
 def test_assembles(family):
     """As PTX, in bfloat16, in the instantiations that matter most."""
     if ptxas.find() is None:
@@ -398,7 +398,7 @@ def test_assembles(family):
     }[family]
     texts = {}
     for template in kernels:
-        file, kernel = mlx_metal.instance(family, *template)
+        file, kernel = mlx_sources.instance(family, *template)
         texts[frontend.entry_name(kernel)] = frontend.ptx(file, kernel)
     for arch in ("sm_80", "sm_90"):
         assert set(ptxas.assemble(texts, arch)) == set(texts)
@@ -425,7 +425,7 @@ def test_what_the_table_takes_for_covered_runs(rng):
         for case in (*op.tests, *op.cases)
         if mlx_metal.of(op, case) and np.prod(case.shape) <= 120_000
     ]
-    of_a_checkout = set() if mlx_metal.has_checkout() else {"rms_norm", "layer_norm"}
+    of_a_checkout = set() if mlx_sources.has_checkout() else {"rms_norm", "layer_norm"}
     assert {op.name for op, _ in covered} == set(mlx_metal.PEERS) - of_a_checkout
     with mm.simulator.enabled(watch=False):
         for op, case in covered:

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from mlx_mittens import frontend
-from mlx_mittens.bench import mlx_metal
+from mlx_mittens.bench import mlx_sources
 from mlx_mittens.frontend import dialect
 
 HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -251,4 +251,4 @@ MLX = [
 
 @pytest.mark.parametrize("kernel", MLX, ids=lambda kernel: kernel[1])
 def test_mlxs_own_kernels_pass(kernel):
-    assert dialect.check(mlx_metal.instance(*kernel)[0]) == []
+    assert dialect.check(mlx_sources.instance(*kernel)[0]) == []

@@ -13,7 +13,7 @@ from helpers.tolerances import SUMS, assert_near, assert_right
 
 import mlx_mittens as mm
 from mlx_mittens import specs
-from mlx_mittens.bench import mlx_metal
+from mlx_mittens.bench import mlx_sources
 from mlx_mittens.ops.custom import Output, launch
 
 OP = specs.get("quantized_rope_append")
@@ -37,7 +37,7 @@ def quantized_by_mx(a: mx.array, group_size: int, bits: int, executor: str) -> l
     if executor != "simulator":
         return mx.quantize(a, group_size, bits)
     a = mx.contiguous(a)
-    file, kernel = mlx_metal.instance("quantized", "affine_quantize", mlx_metal._TYPES[a.dtype], group_size, bits)
+    file, kernel = mlx_sources.instance("quantized", "affine_quantize", mlx_sources.TYPES[a.dtype], group_size, bits)
     groups = (*a.shape[:-1], a.shape[-1] // group_size)
     outputs = [Output((*a.shape[:-1], a.shape[-1] * bits // 8), mx.uint8), *2 * [Output(groups, a.dtype)]]
     arguments = {0: a, **dict(enumerate(outputs, 1))}

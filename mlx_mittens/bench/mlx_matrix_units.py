@@ -1,0 +1,106 @@
+"""MLX's Metal kernels for the matrix units of an M5, launched where MLX launches them. Their names end in nax.
+
+The rules and the geometry are those of MLX 0.32.2's host code, the last whose source is public; the kernels are those
+of the installed wheel. MLX's thin products and its kernels for dense matrices are not launched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .. import _ext
+from ..ops.custom import int32, launch
+from .mlx_sources import TYPES, instance
+
+_SIMD = 32
+# Of MLX's architectures: the first with matrix units in a Mac.
+_FIRST_GENERATION = 17
+# Widths of heads: 256 splits between two SIMD-groups, and MLX prefers it to separate products for long causal prompts.
+_ATTENTION_WIDTHS = (64, 96, 128, 256)
+_SPLIT_WIDTH, _FEWEST_SPLIT_QUERIES = 256, 1024
+
+Stream = mx.Stream | mx.Device | None
+
+
+def gpu(stream: Stream = None) -> dict[str, Any]:
+    """The GPU that launches on a stream are for; of a CPU's stream the one that the simulator stands for."""
+    with mx.stream(mx.default_stream(mx.default_device()) if stream is None else stream):
+        return _ext.gpu()
+
+
+def are_used(dtype: mx.Dtype, stream: Stream = None) -> bool:
+    """Whether MLX computes on matrix units there: in float32 only as TF32, if `MLX_ENABLE_TF32` allows it."""
+    found = gpu(stream)
+    return bool(found["float32_matrix_units" if dtype == mx.float32 else "matrix_units"])
+
+
+def fewest_rows_of_qmm(k: int, n: int, stream: Stream = None) -> int | None:
+    """The fewest rows of x for which MLX calls qmm for weights [N, K]; None on GPUs before the M5."""
+    found = gpu(stream)
+    if found["vendor"] != "apple" or found["generation"] < _FIRST_GENERATION or found["tier"] == "ultra":
+        return None
+    return 33 if max(k, n) <= 2048 else 25 if max(k, n) <= 4096 else 13
+
+
+def takes_product(dtype: mx.Dtype, k: int, stream: Stream = None) -> bool:
+    """Whether MLX's quantized product of many rows, with weights [N, K], is the one on matrix units."""
+    return k % 64 == 0 and are_used(dtype, stream)
+
+
+def qmm(
+    arguments: dict[int, Any], dtype: mx.Dtype, shape: tuple[int, int, int], group_size: int, bits: int, stream: Stream
+) -> mx.array:
+    """The quantized product of many rows: 64 outputs of 64 rows a threadgroup, or of 32 where these are all.
+
+    Args:
+        arguments: Of the kernel, by buffer index, all but the number of rows.
+        dtype: Of x.
+        shape: Rows of x, its columns, and outputs.
+        group_size: Weights that share a scale.
+        bits: Of a weight.
+        stream: Where to run.
+    """
+    m, _, n = shape
+    rows = _rows_of_tile(m)
+    template = TYPES[dtype], group_size, bits, n % 64 == 0, False, rows, 64, 64, 2, 2
+    kernel = instance("quantized_nax", "affine_qmm_t_nax", *template)
+    groups = [-(-n // 64), -(-m // rows), 1]
+    return launch(*kernel, arguments | {7: int32(m)}, groups, [_SIMD, 2, 2], stream=stream)[0]
+
+
+def _rows_of_tile(m: int) -> int:
+    return 32 if m <= 32 else 64
+
+
+def rows_that_run(m: int) -> int:
+    """Rows of a quantized product that makes the same tiles as m rows, and that the simulator runs.
+
+    If the last tile's rows fill the first of its two SIMD-groups, but not the second, these wait at two copies of one
+    barrier. Metal's specification forbids that, and the simulator faults it; a GPU counts those that have come.
+    """
+    tile = _rows_of_tile(m)
+    return -(-m // tile) * tile if m % tile >= tile // 2 else m
+
+
+def takes_attention(dtype: mx.Dtype, width: int, stream: Stream = None) -> bool:
+    """Whether MLX's attention of more than eight queries is the one on matrix units."""
+    return width in _ATTENTION_WIDTHS and are_used(dtype, stream)
+
+
+def prefers_attention(width: int, queries: int, is_causal: bool) -> bool:
+    """Whether MLX takes its kernel of one piece on matrix units for heads of this width, not separate products."""
+    if width != _SPLIT_WIDTH:
+        return width in _ATTENTION_WIDTHS
+    return is_causal and queries >= _FEWEST_SPLIT_QUERIES
+
+
+def attention_kernel(dtype: mx.Dtype, width: int) -> tuple[tuple[str, str], int, int, tuple[int, int]]:
+    """The kernel, its queries and keys of a tile, and the SIMD-groups of a threadgroup: along queries, along a head."""
+    name, queries, keys = TYPES[dtype], 64, 32
+    if width == _SPLIT_WIDTH:
+        template: tuple[object, ...] = (name, queries, keys, width, 4, 2, name, "float")
+        return instance("attention_nax", "attention_nax_dsplit", *template), queries, keys, (4, 2)
+    template = (name, queries, keys, width, width, 4, 1, name, "float")
+    return instance("attention_nax", "attention_nax", *template), queries, keys, (4, 1)
