@@ -3,11 +3,23 @@
 import ml_dtypes
 import numpy as np
 
+from mlx_mittens import frontend
+
 HEADERS = """#include <metal_tensor>
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 using namespace mpp::tensor_ops;
 """
 TYPES = {"half": np.float16, "bfloat": ml_dtypes.bfloat16, "float": np.float32, "int8_t": np.int8, "int": np.int32}
+
+
+_KERNELS = "mlx/backend/metal/kernels"
+
+
+def mlx_kernel(name, headers, instantiation):
+    """Registers an instantiation of a kernel of MLX's, which is called test, under a file's name."""
+    lines = [f'#include "{_KERNELS}/{header}"' for header in headers]
+    frontend.register_source(name, "\n".join([*lines, f'instantiate_kernel("test", {instantiation})']) + "\n")
+    return name
 
 
 def ints(*values):

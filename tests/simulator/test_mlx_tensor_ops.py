@@ -5,10 +5,9 @@ import struct
 import numpy as np
 import pytest
 from helpers.simulate import run
-from helpers.tensor_ops import ints, longs, near, product
+from helpers.tensor_ops import ints, longs, mlx_kernel, near, product
 from helpers.tolerances import FLOAT16, FLOAT16_TWICE
 
-from mlx_mittens import frontend
 from mlx_mittens.simulator import Fault
 
 
@@ -17,14 +16,7 @@ def shuffled(request):
     return request.param
 
 
-KERNELS = "mlx/backend/metal/kernels"
 GEMM = ["utils.h", "steel/gemm/gemm_nax.h"]
-
-
-def mlx_kernel(name, headers, instantiation):
-    lines = [f'#include "{KERNELS}/{header}"' for header in headers]
-    frontend.register_source(name, "\n".join([*lines, f'instantiate_kernel("test", {instantiation})']) + "\n")
-    return name
 
 
 def assumes_its_layout(*arguments, **options):
