@@ -26,6 +26,7 @@ struct RopeAppend {
   Heads new_queries;
   Heads new_keys;
   Heads new_values;
+  Heads shared_key;  // the turned columns of all heads of keys, where `begin` is not 0
   const float* freqs;  // [pairs] or nullptr
   const void* query_norm;  // [width] or nullptr
   const void* key_norm;  // [width] or nullptr
@@ -40,6 +41,7 @@ struct RopeAppend {
   size_t tokens;
   size_t width;
   size_t value_width;  // another one only where they are not quantized
+  size_t begin;  // the first column that is rotated
   size_t pairs;  // of elements that are rotated
   size_t key_capacity;
   size_t value_capacity;

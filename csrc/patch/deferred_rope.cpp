@@ -40,12 +40,14 @@ struct DeferredRope {
   std::optional<WeakArray> freqs;
   mx::Stream stream;
   float factor = 1.0f;  // of what is turned
+  std::optional<WeakArray> before = std::nullopt;  // of keys, columns before what is turned; of queries, both
+  int begin = 0;  // how many columns are before
 
   bool turns_as(const DeferredRope& other) const {
     const auto f = frequencies(), g = other.frequencies();
     const bool same_freqs = f ? g && f->id() == g->id() : !g;
-    return dims == other.dims && traditional == other.traditional && base == other.base && scale == other.scale &&
-           has_offset_of(other) && same_freqs && stream == other.stream;
+    return dims == other.dims && begin == other.begin && traditional == other.traditional && base == other.base &&
+           scale == other.scale && has_offset_of(other) && same_freqs && stream == other.stream;
   }
 
   // None where the array of the offsets has gone.
@@ -279,7 +281,8 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   const DeferredRope& of_keys = a->y.is(turned_keys) ? *a : *b;
   const DeferredRope& of_queries = a->y.is(turned_keys) ? *b : *a;
   const auto turned_queries = of_queries.y.lock();
-  auto queries = of_queries.x.lock(), heads = of_keys.x.lock();
+  const auto before = [](const DeferredRope& call) { return call.before ? call.before->lock() : call.x.lock(); };
+  auto queries = before(of_queries), heads = before(of_keys);
   if (!turned_queries || !queries || !heads || !is_pending(turned_keys) || of_keys.factor != 1.0f) {
     return std::nullopt;
   }
@@ -293,7 +296,8 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
       !may_be_input(*heads) || !may_be_input(others)) {
     return std::nullopt;
   }
-  Rotary rotary{.dims = of_keys.dims,
+  Rotary rotary{.begin = of_keys.begin,
+                .dims = of_keys.dims,
                 .base = of_keys.base,
                 .scale = of_keys.scale,
                 .freqs = of_keys.frequencies(),
@@ -307,7 +311,14 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   if (!offset || (offsets && !may_be_held(*offsets))) {
     return std::nullopt;
   }
-  take_norms(*queries, *heads, rotary);
+  if (rotary.begin > 0) {
+    rotary.shared_key = of_keys.x.lock();
+    if (!rotary.shared_key || !may_be_input(*rotary.shared_key)) {
+      return std::nullopt;
+    }
+  } else {
+    take_norms(*queries, *heads, rotary);
+  }
   Arrays targets = buffers;
   if (has_latents) {
     take_value_norm(others, rotary);
@@ -337,6 +348,26 @@ mx::array times_turned(const mx::array& turned, float factor) {
   return y;
 }
 
+mx::array before_turned(const mx::array& columns, const mx::array& turned, const std::optional<mx::array>& whole,
+                        const std::optional<mx::array>& part) {
+  const mx::Stream stream = turned.has_primitive() ? turned.primitive().stream() : mx::to_stream({});
+  mx::Shape shape = columns.shape();
+  shape.back() = turned.shape(-1);
+  mx::array y = mx::concatenate({columns, mx::broadcast_to(turned, shape, stream)}, -1, stream);
+  const int begin = columns.shape(-1);
+  for (auto& call : calls.of) {
+    const bool is_whole = call && call->y.is(turned) && call->dims == turned.shape(-1) && call->begin == 0;
+    // An embedding may scale what it turns: then it is not what `whole` has there.
+    const bool is_of_whole = is_whole && (!whole || (part && call->x.is(*part)));
+    if (is_of_whole && begin > 0 && !y.is_tracer()) {
+      call->y = WeakArray(y);
+      call->before = WeakArray(whole ? *whole : columns);
+      call->begin = begin;
+    }
+  }
+  return y;
+}
+
 std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
                                           const mx::array& new_values, int first) {
   return append_with_rope(buffers, packing, new_keys, new_values, first, buffers);
@@ -355,6 +386,9 @@ void turn_as_append_does(mx::array& new_keys, mx::array& new_values) {
 namespace {
 
 void bind(nb::module_& module) {
+  module.def("before_turned", &before_turned, "columns"_a, "turned"_a, "whole"_a.none() = nb::none(),
+             "part"_a.none() = nb::none(),
+             "Columns of heads, and behind them those that mx.fast.rope has turned: an append to a cache may do both.");
   module.def("try_rope", lenient("rope", &try_rope, &mx_rope), "a"_a, "dims"_a, nb::kw_only(), "traditional"_a,
              "base"_a.none(), "scale"_a, "offset"_a, "freqs"_a.none() = nb::none(), "stream"_a = nb::none());
   module.def(

@@ -14,6 +14,11 @@ mx::array mx_rope(const mx::array& x, int dims, bool traditional, std::optional<
                   const std::variant<int, mx::array>& offset, const std::optional<mx::array>& freqs,
                   mx::StreamOrDevice where);
 
+// Columns of heads, [batch, heads, tokens, width], and behind them turned ones, of as many heads or of one for all. Of
+// queries, `whole` is what both are parts of, and `part` what was to be turned. The append may do both.
+mx::array before_turned(const mx::array& columns, const mx::array& turned, const std::optional<mx::array>& whole,
+                        const std::optional<mx::array>& part);
+
 // mx.fast.rope itself, which leaves a note for the append.
 std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional, std::optional<float> base,
                                   float scale, const std::variant<int, mx::array>& offset,

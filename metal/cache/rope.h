@@ -69,7 +69,7 @@ inline Pair pair_at(uint pair, constant RopeAppendParams& params) {
   return {low, params.traditional ? low + 1 : params.pairs + low};
 }
 
-// The columns of a head that a lane turns: a pair, and what is not rotated.
+// The columns of a head that a lane turns, from params.begin on: a pair, and what is not rotated.
 template <typename T, bool Normed>
 inline void rotate_part(
     Head<T, Normed> head, const device float* freqs, device T* target, constant RopeAppendParams& params, int at,
@@ -83,7 +83,7 @@ inline void rotate_part(
     target[pair.low] = T(x * turn.cosine - y * turn.sine);
     target[pair.high] = T(x * turn.sine + y * turn.cosine);
   }
-  for (uint column = 2 * pairs + first; column < params.width; column += step) {
+  for (uint column = 2 * pairs + first; column < params.width - params.begin; column += step) {
     target[column] = T(head.at(column));
   }
 }

@@ -8,7 +8,8 @@
 //
 // Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * (weight + offset)) of its
 // head, as rms_norm has it. Values may have a norm of their own, T(T(v * n) * weight) times a scale, and another width:
-// the latents of a layer whose heads share them. Queries may be multiplied by a scale after they are turned.
+// the latents of a layer whose heads share them. Queries may be multiplied by a scale after they are turned. Columns of
+// queries and keys before params.begin are copied. Where it is above 0, all heads of keys share the columns from there on.
 //
 // A simdgroup takes 64 columns of a head of a token, so that a lane has at most one pair: rows are short and few, and what
 // counts is that there is one launch, and how long its longest chain is.
@@ -24,17 +25,18 @@ using namespace mittens;
 template <typename T, bool Normed>
 [[kernel, max_total_threads_per_threadgroup(128)]] void rope_append(
     const device T* new_queries [[buffer(0)]],  // [batch, query heads, tokens, width] by params.query_strides
-    const device T* new_keys [[buffer(1)]],     // [batch, key heads, tokens, width] by params.key_strides
+    const device T* new_keys [[buffer(1)]],     // [batch, key heads, tokens, width or begin] by params.key_strides
     const device T* new_values [[buffer(2)]],   // [batch, key heads, tokens, value width] by params.value_strides
-    const device float* freqs [[buffer(3)]],    // [pairs]
-    const device T* query_norm [[buffer(4)]],   // [width]
-    const device T* key_norm [[buffer(5)]],     // [width]
-    const device T* value_norm [[buffer(6)]],   // [value width]
-    const device int* offsets [[buffer(7)]],    // [batch]
-    device T* queries [[buffer(8)]],            // [batch, query heads, tokens, width]
-    device T* keys [[buffer(9)]],               // [batch, key heads, key capacity, width]
-    device T* values [[buffer(10)]],            // [batch, key heads, value capacity, value width]
-    constant RopeAppendParams& params [[buffer(11)]],
+    const device T* shared_key [[buffer(3)]],   // [batch, tokens, width - begin] by params.shared_key_strides
+    const device float* freqs [[buffer(4)]],    // [pairs]
+    const device T* query_norm [[buffer(5)]],   // [width]
+    const device T* key_norm [[buffer(6)]],     // [width]
+    const device T* value_norm [[buffer(7)]],   // [value width]
+    const device int* offsets [[buffer(8)]],    // [batch]
+    device T* queries [[buffer(9)]],            // [batch, query heads, tokens, width]
+    device T* keys [[buffer(10)]],              // [batch, key heads, key capacity, width]
+    device T* values [[buffer(11)]],            // [batch, key heads, value capacity, value width]
+    constant RopeAppendParams& params [[buffer(12)]],
     uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -72,20 +74,28 @@ template <typename T, bool Normed>
     return;
   }
   const bool is_query = head < params.query_heads;
-  const device T* row;
+  const device T* row;     // its columns before params.begin
+  const device T* to_turn;  // and the others
   device T* target;
   if (is_query) {
     row = row_of(new_queries, params.query_strides, batch, head, token);
+    to_turn = row + params.begin;
     target = queries + (size_t(batch * params.query_heads + head) * params.tokens + token) * width;
   } else {
     const uint key_head = head - params.query_heads;
     row = row_of(new_keys, params.key_strides, batch, key_head, token);
+    to_turn = params.begin == 0
+                  ? row
+                  : shared_key + batch * params.shared_key_strides[0] + token * params.shared_key_strides[1];
     target = keys + (size_t(batch * params.key_heads + key_head) * params.key_capacity + params.first + token) * width;
   }
   const int at = (params.has_offsets ? offsets[batch] : params.offset) + int(token);
+  for (uint column = first; column < params.begin; column += step) {
+    target[column] = row[column];
+  }
   const Head<T, Normed> turned = head_of<T, Normed>(
-      row, is_query ? query_norm : key_norm, width, is_query ? params.query_scale : 1.0f, params, lane);
-  rotate_part<T, Normed>(turned, freqs, target, params, at, first, step);
+      to_turn, is_query ? query_norm : key_norm, width, is_query ? params.query_scale : 1.0f, params, lane);
+  rotate_part<T, Normed>(turned, freqs, target + params.begin, params, at, first, step);
 }
 
 instantiate_types("rope_append", rope_append, false)

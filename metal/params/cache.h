@@ -11,12 +11,14 @@ struct RopeAppendParams {
   int64_t query_strides[3];  // of the new tokens' queries, in elements: batch, head, token
   int64_t key_strides[3];
   int64_t value_strides[3];
+  int64_t shared_key_strides[2];  // of what is turned of keys where all heads share it: batch, token
   uint32_t query_heads;
   uint32_t key_heads;       // and as many heads of values
   uint32_t tokens;
   uint32_t width;           // of a head
   uint32_t value_width;     // of a head of values
-  uint32_t pairs;           // of a head's elements that are rotated: the first 2 * pairs of them
+  uint32_t begin;           // the first column that is rotated; from 1 on heads share the keys' columns from there
+  uint32_t pairs;           // of a head's elements that are rotated: 2 * pairs of them from there
   uint32_t key_capacity;    // tokens that the buffers have room for
   uint32_t value_capacity;
   uint32_t first;           // where the first token's key and value go

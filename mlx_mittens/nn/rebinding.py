@@ -33,6 +33,7 @@ _CALLS = {"cache", "softcap", "linear"}
 _LAYERS = {"recurrence"}
 # Attention layers that stand before a class's own call likewise: there is no fusion of theirs in `nn`.
 _ATTENTIONS = (
+    attention_layers.expanded_latent_attention,
     attention_layers.kimi_latent_attention,
     attention_layers.latent_attention,
     attention_layers.longcat_attention,

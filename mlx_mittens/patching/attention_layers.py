@@ -20,6 +20,7 @@ from .linears import products
 from .model_attention import attend
 
 __all__ = [
+    "expanded_latent_attention",
     "gemma3_attention",
     "gpt_oss_attention",
     "kimi_latent_attention",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
+_LONG_ROPE = "6d918f6ebd35f609"  # SuScaledRoPE.__call__
 _INDEXER = "32abbbcdb19a3967"  # deepseek_v32.Indexer.__call__
 
 
@@ -72,6 +74,14 @@ def _unturned(heads: mx.array, offset: Any) -> mx.array:
     """The heads themselves, turned by no angle: an append to a cache takes them as it takes turned ones."""
     options = {"traditional": True, "base": 1.0, "scale": 0.0, "offset": 0}
     return cast(mx.array, _ext.try_rope(heads, heads.shape[-1], **options))
+
+
+def _turned(rope: Any, heads: mx.array, offset: Any) -> mx.array:
+    """What a rotary embedding makes of heads, without a product by one."""
+    if digest(call_of(rope)) == _LONG_ROPE and rope._scale == 1 and rope.dim == heads.shape[-1]:
+        options = {"traditional": False, "base": None, "scale": 1.0, "freqs": rope._freqs}
+        return cast(mx.array, _ext.try_rope(heads, rope.dim, offset=offset, **options))
+    return cast(mx.array, rope(heads, offset=offset))
 
 
 def _latent(
@@ -181,6 +191,24 @@ def latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
     if mask is not None or not _is_token(x, cache):
         return None
     return _latent(layer, x, cache, layer.num_heads)
+
+
+def expanded_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.deepseek_v2.DeepseekV2Attention, whose cache has heads that are made of the latents."""
+    if not _is_token(x, cache):
+        return None
+    heads, width, rope = layer.num_heads, layer.qk_nope_head_dim, layer["rope"]
+    queries, latent = _queries_and_latent(layer, x)
+    latent, key = mx.split(latent, [layer.kv_lora_rank], axis=-1)
+    made = _heads(layer["kv_b_proj"](layer["kv_a_layernorm"](latent)), heads)
+    keys, values = mx.split(made, [width], axis=-1)
+    queries = _heads(queries, heads)
+    before, part = mx.split(queries, [width], axis=-1)
+    turned, key = (_turned(rope, heads, cache.offset) for heads in (part, _heads(key, 1)))
+    queries, keys = _ext.before_turned(before, turned, queries, part), _ext.before_turned(keys, key)
+    scale = layer.softmax_scale if "softmax_scale" in vars(layer) else layer.scale
+    output = _attend(queries, keys, values, cache, scale=scale, mask=mask).transpose(0, 2, 1, 3)
+    return cast(mx.array, layer["o_proj"](output.reshape(1, 1, -1)))
 
 
 def longcat_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

@@ -20,6 +20,7 @@ from .linears import products
 __all__ = [
     "deepseek_gate",
     "deepseek_v2_gate",
+    "deepseek_v2_mixture",
     "deepseek_v3_gate",
     "deepseek_v3_mixture",
     "ernie_mixture",
@@ -40,6 +41,7 @@ __all__ = [
 
 # The functions by which gates of DeepSeek-V3's kind choose, and the gates' calls.
 _GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
+_V2_GATE = "f5c49a1d2678de7c"
 _V3_GATE = "51d7e60aa00e0751"
 _MISTRAL_SELECT = "9939996accb1007a"  # mistral4_expert_select
 _KIMI_SELECT = "dc9f41c97c84f724"  # _group_expert_select
@@ -131,6 +133,16 @@ def deepseek_v2_gate(gate: Any, x: mx.array) -> Any:
     return _ext.try_route_top_k(x @ gate.weight.T, gate.top_k, scale=gate.routed_scaling_factor)
 
 
+def deepseek_v2_mixture(block: Any, x: mx.array) -> mx.array | None:
+    gate = block.gate
+    grouped = gate.topk_method == "group_limited_greedy"
+    if block.sharding_group is not None or grouped or digest(call_of(gate)) != _V2_GATE:
+        return None
+    route = {"scale": gate.routed_scaling_factor}
+    logits, shared = x @ gate.weight.T, block.get("shared_experts")
+    return _with_shared_expert(block.switch_mlp, x, logits, gate.top_k, None, shared, route, logits.dtype)
+
+
 def _deepseek_v3_route(gate: Any) -> dict[str, Any] | None:
     """How a gate of DeepSeek-V3's kind chooses, where it has no groups."""
     module = sys.modules[type(gate).__module__]
@@ -192,13 +204,23 @@ def kimi_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 
 def _with_shared_expert(
-    glu: Any, x: mx.array, logits: mx.array, k: int, bias: mx.array | None, shared: Any, route: dict[str, Any]
+    glu: Any,
+    x: mx.array,
+    logits: mx.array,
+    k: int,
+    bias: mx.array | None,
+    shared: Any,
+    route: dict[str, Any],
+    dtype: mx.Dtype = mx.float32,
 ) -> mx.array | None:
-    """Experts that a gate chooses, with a bias of its scores or without, beside one that all tokens take."""
+    """Experts that a gate chooses, with a bias of its scores or without, beside one that all tokens take.
+
+    dtype: of the scores.
+    """
     together = mixture(glu, x, logits, k, shared, router_bias=bias, **route)
     if together is not None:
         return together
-    y = _weighted(glu, x, logits.astype(mx.float32), k, bias, rounded=True, **route)
+    y = _weighted(glu, x, logits.astype(dtype), k, bias, rounded=True, **route)
     return y if y is None or shared is None else y + shared(x)
 
 

@@ -774,6 +774,13 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         "ce254d7b6c0cc43b",
         ("deepseek_v3.DeepseekV3Attention", "glm4_moe_lite.Glm4MoeLiteAttention"),
     ),
+    *(
+        (attention_layers.expanded_latent_attention, ("cache", "scaled_dot_product_attention"), text, layers)
+        for text, layers in (
+            ("9a022e43b1ae9287", ("deepseek_v2.DeepseekV2Attention", "youtu_llm.YoutuLLMAttention")),
+            ("62b8d73446fda38f", ("minicpm3.Attention",)),
+        )
+    ),
     (
         attention_layers.sparse_latent_attention,
         ("cache", "scaled_dot_product_attention"),
@@ -812,6 +819,7 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
     (routers.mellum_mixture, "320d35b3ff5b8a32", ("mellum.MellumSparseMoeBlock",), ("self", "x")),
     (routers.deepseek_gate, "b4c556f956e97230", ("deepseek.MoEGate",), ("self", "x")),
     (routers.deepseek_v2_gate, "f5c49a1d2678de7c", ("deepseek_v2.MoEGate",), ("self", "x")),
+    (routers.deepseek_v2_mixture, "61457ba0a6bdd2e2", ("deepseek_v2.DeepseekV2MoE",), ("self", "x")),
     (
         routers.deepseek_v3_gate,
         "51d7e60aa00e0751",

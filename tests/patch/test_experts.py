@@ -67,8 +67,7 @@ def test_tokens(rng, name, bits):
     model, prompt = build(name, bits, rng), rng.integers(1, 300, 7).tolist()
     theirs = tiny.tokens(model, prompt, 12)
     fused = bits is not None
-    summed = fused and name != "deepseek_v2"  # whose mixtures are mlx-lm's, but for the gates
-    product = "gather_sum" if summed else "gather_qmm" if fused else "gather_mm"
+    product = "gather_sum" if fused else "gather_mm"
     with mm.patched():
         mm.stats(reset=True)
         assert tiny.tokens(model, prompt, 12) == theirs

@@ -12,6 +12,7 @@ namespace mittens {
 
 // How a layer turns its heads.
 struct Rotary {
+  int begin = 0;  // the first column that is rotated
   int dims = 0;  // of a head that are rotated
   std::optional<float> base;
   float scale = 1.0f;  // of positions
@@ -19,6 +20,7 @@ struct Rotary {
   std::optional<mx::array> query_norm;
   std::optional<mx::array> key_norm;
   std::optional<mx::array> value_norm;
+  std::optional<mx::array> shared_key;  // [batch, 1, tokens, dims]: what is rotated of all heads of keys, from begin on
   float eps = 0.0f;  // of the norms
   float weight_offset = 0.0f;  // added to the norms' weights
   bool traditional = false;  // pairs are neighbours
@@ -30,7 +32,7 @@ template <>
 struct ArraysIn<Rotary> {
   template <typename Visitor>
   static void visit(Rotary& rotary, const Visitor& visitor) {
-    for (auto* array : {&rotary.freqs, &rotary.query_norm, &rotary.key_norm, &rotary.value_norm}) {
+    for (auto* array : {&rotary.freqs, &rotary.query_norm, &rotary.key_norm, &rotary.value_norm, &rotary.shared_key}) {
       ArraysIn<std::optional<mx::array>>::visit(*array, visitor);
     }
   }
@@ -58,7 +60,7 @@ std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& ke
 
 // The same of new queries, keys and values, each [batch, heads, tokens, width] or [batch, tokens, heads * width], and
 // of buffers of any kind; none where they do not fit, or where mx is faster by calibration. Values that are not to be
-// quantized may have a width of their own.
+// quantized may have a width of their own. Keys have the columns before rotary.begin where all share the others.
 std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
                                      const mx::array& new_values, const Arrays& buffers, const Packing& packing,
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream);

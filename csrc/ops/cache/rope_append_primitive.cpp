@@ -23,7 +23,8 @@ namespace mittens {
 
 Rope rope_of(const Rotary& rotary, const Offset& offset, int start, const Packing& packing, bool is_apart) {
   const int* of_all = std::get_if<int>(&offset);
-  return {.dims = rotary.dims,
+  return {.begin = rotary.begin,
+          .dims = rotary.dims,
           .base = rotary.base.value_or(0.0f),
           .scale = rotary.scale,
           .eps = rotary.eps,
@@ -98,6 +99,13 @@ int value_width_of(const Arrays& inputs, const Rope& rope) {
   return rope.packing.bits == 0 ? inputs[2].shape(3) : width_of(inputs, rope);
 }
 
+// Gives each head the columns that all share.
+mx::array shared_by(const mx::array& heads, const mx::array& shared, mx::Stream stream) {
+  mx::Shape shape = heads.shape();
+  shape[3] = shared.shape(3);
+  return mx::broadcast_to(shared, shape, stream);
+}
+
 }  // namespace
 
 CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream s) {
@@ -122,10 +130,19 @@ CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream
     if (rope.has_norms) {
       parts[i] = compose_rms_norm(parts[i], inputs[others + rope.has_freqs + i], rope.eps, rope.weight_offset, s);
     }
-    const auto turned = [&](const auto& offset) {
-      return mx::fast::rope(parts[i], rope.dims, rope.traditional, base, rope.scale, offset, freqs, s);
+    const auto turned = [&](const mx::array& x) {
+      const auto with = [&](const auto& offset) {
+        return mx::fast::rope(x, rope.dims, rope.traditional, base, rope.scale, offset, freqs, s);
+      };
+      return rope.has_offsets ? with(inputs[others + rope.has_freqs + rope.norms()]) : with(rope.offset);
     };
-    parts[i] = rope.has_offsets ? turned(inputs[others + rope.has_freqs + rope.norms()]) : turned(rope.offset);
+    if (rope.begin == 0) {
+      parts[i] = turned(parts[i]);
+      continue;
+    }
+    const Arrays columns = i == 0 ? mx::split(parts[0], mx::Shape{rope.begin}, 3, s)
+                                  : Arrays{parts[1], shared_by(parts[1], inputs.end()[-3], s)};
+    parts[i] = mx::concatenate({columns[0], turned(columns[1])}, 3, s);
   }
   const auto times = [&](mx::array& part, float scale) {
     if (scale != 1.0f) {
@@ -178,8 +195,9 @@ const Name file = "cache/rope_append.metal";
 const Name quantized_file = "cache/quantized_rope_append.metal";
 
 // heads, buffers, frequencies, norms of queries and of keys and offsets, if there are any, and where heads are those of
-// queries alone, new keys and values -> queries and the buffers, in place where nobody else needs them.
-// Heads are [batch, heads, tokens, width], or [batch, tokens, heads * width] where they are apart.
+// queries alone, the key that heads share, if there is one, new keys and values -> queries and the buffers, in place
+// where nobody else needs them. Heads are [batch, heads, tokens, width], or [batch, tokens, heads * width] where they
+// are apart.
 class RopeAppend : public KernelPrimitive {
  public:
   RopeAppend(mx::Stream stream, const Rope& rope) : KernelPrimitive(stream), rope_(rope) {}
@@ -243,15 +261,18 @@ class RopeAppend : public KernelPrimitive {
     const mx::array& heads = inputs[0];
     const Shape shape = shape_of(inputs);
     const Part parts[] = {part_of(inputs, shape, 0), part_of(inputs, shape, 1), part_of(inputs, shape, 2)};
+    const Part shared_key = shared_key_of(inputs, shape);
     const RopeAppendParams params{
         .query_strides = {parts[0].strides[0], parts[0].strides[1], parts[0].strides[2]},
         .key_strides = {parts[1].strides[0], parts[1].strides[1], parts[1].strides[2]},
         .value_strides = {parts[2].strides[0], parts[2].strides[1], parts[2].strides[2]},
+        .shared_key_strides = {shared_key.strides[0], shared_key.strides[2]},
         .query_heads = shape.query_heads,
         .key_heads = shape.key_heads,
         .tokens = shape.tokens,
         .width = shape.width,
         .value_width = shape.value_width,
+        .begin = static_cast<uint32_t>(rope_.begin),
         .pairs = static_cast<uint32_t>(rope_.dims / 2),
         .key_capacity = static_cast<uint32_t>(keys(inputs).shape(tokens_axis)),
         .value_capacity = static_cast<uint32_t>(values(inputs).shape(tokens_axis)),
@@ -274,7 +295,7 @@ class RopeAppend : public KernelPrimitive {
     const uint32_t value_parts = is_packed() ? key_parts : ceil_divide(shape.value_width, 64u);
     const uint32_t all_parts = shape.query_heads * query_parts + shape.key_heads * (key_parts + value_parts);
     Launch launch;
-    launch.arguments.reserve(10 + rope_.buffers());
+    launch.arguments.reserve(11 + rope_.buffers());
     launch.file = is_packed() ? quantized_file : file;
     launch.kernel = kernel_name(heads.dtype(), is_packed() ? "quantized_rope" : "rope",
                                 rope_.has_norms ? "append_normed" : "append");
@@ -282,6 +303,11 @@ class RopeAppend : public KernelPrimitive {
     launch.threads = {32 * simdgroups, 1, 1};
     for (const Part& part : parts) {
       part.add_to(launch);
+    }
+    if (rope_.begin > 0) {
+      shared_key.add_to(launch);
+    } else if (!is_packed()) {
+      launch.stand_in(heads);
     }
     const auto optional = [&](const mx::array* array) { array ? launch.input(*array) : launch.stand_in(heads); };
     optional(freqs(inputs));
@@ -325,6 +351,7 @@ class RopeAppend : public KernelPrimitive {
         .new_queries = part_of(inputs, shape, 0).native(),
         .new_keys = part_of(inputs, shape, 1).native(),
         .new_values = part_of(inputs, shape, 2).native(),
+        .shared_key = shared_key_of(inputs, shape).native(),
         .freqs = static_cast<const float*>(data(freqs(inputs))),
         .query_norm = data(norm(inputs, 0)),
         .key_norm = data(norm(inputs, 1)),
@@ -339,6 +366,7 @@ class RopeAppend : public KernelPrimitive {
         .tokens = shape.tokens,
         .width = shape.width,
         .value_width = shape.value_width,
+        .begin = static_cast<size_t>(rope_.begin),
         .pairs = static_cast<size_t>(rope_.dims / 2),
         .key_capacity = static_cast<size_t>(keys(inputs).shape(tokens_axis)),
         .value_capacity = static_cast<size_t>(values(inputs).shape(tokens_axis)),
@@ -415,7 +443,7 @@ class RopeAppend : public KernelPrimitive {
     const mx::array& array = which == 0 || !rope_.is_apart ? inputs[0] : inputs.end()[which - 3];
     const int64_t count = which == 0 ? shape.query_heads : shape.key_heads;
     const int64_t before = which == 0 || rope_.is_apart ? 0 : shape.query_heads + (which - 1) * shape.key_heads;
-    const int64_t width = which == 2 ? shape.value_width : shape.width;
+    const int64_t width = which == 2 ? shape.value_width : which == 1 && rope_.begin > 0 ? rope_.begin : shape.width;
     const bool is_flat = array.ndim() == 3;
     const int64_t batch = array.strides(0);
     const int64_t head = is_flat ? width : array.strides(1);
@@ -426,8 +454,19 @@ class RopeAppend : public KernelPrimitive {
     return {array, {batch, head, token}, before * head * item, elements * item};
   }
 
+  // The columns of keys that all heads share; the queries stand in where there are none.
+  Part shared_key_of(const Arrays& inputs, const Shape& shape) const {
+    if (rope_.begin == 0) {
+      return {inputs[0], {0, 0, 0}, 0, 0};
+    }
+    const mx::array& array = inputs.end()[-3];
+    const int64_t batch = array.strides(0), token = array.strides(2);
+    const int64_t elements = rope_.dims + (int64_t(shape.batch) - 1) * batch + (int64_t(shape.tokens) - 1) * token;
+    return {array, {batch, 0, token}, 0, elements * int64_t(array.itemsize())};
+  }
+
   bool is_heads(const Arrays& inputs, size_t i) const {
-    return i == 0 || (rope_.is_apart && i + 2 >= inputs.size());
+    return i == 0 || (rope_.is_apart && i + 2 + (rope_.begin > 0) >= inputs.size());
   }
 
   bool is_buffer(size_t i) const {
@@ -554,6 +593,19 @@ void check_room(const char* op, const char* name, const mx::array& buffer, const
   }
 }
 
+namespace {
+
+// Whether the heads may have columns of keys that they share, behind their own.
+bool may_share_key(const mx::array& queries, const mx::array& keys, const mx::array& values, const Packing& packing,
+                   const Rotary& rotary) {
+  const auto& shared = rotary.shared_key;
+  return packing.bits == 0 && !rotary.query_norm && !rotary.value_norm && rotary.query_scale == 1.0f &&
+         queries.ndim() == 4 && keys.ndim() == 4 && values.ndim() == 4 && keys.shape(3) == rotary.begin && shared &&
+         shared->dtype() == keys.dtype() && shared->shape() == mx::Shape{keys.shape(0), 1, keys.shape(2), rotary.dims};
+}
+
+}  // namespace
+
 std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
                                      const mx::array& new_values, const Arrays& buffers, const Packing& packing,
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream) {
@@ -565,13 +617,22 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
   }
   const size_t each = buffers.size() / 2;
   const bool is_packed = packing.bits != 0;
-  const int width = new_keys.ndim() == 4 ? new_keys.shape(3) : is_packed ? 0 : buffers[0].shape(3);
+  if (rotary.begin > 0 && !may_share_key(new_queries, new_keys, new_values, packing, rotary)) {
+    return std::nullopt;
+  }
+  const int width = rotary.begin > 0       ? rotary.begin + rotary.dims
+                    : new_keys.ndim() == 4 ? new_keys.shape(3)
+                    : is_packed            ? 0
+                                           : buffers[0].shape(3);
   const int value_width = is_packed ? width : buffers[1].shape(3);
   const auto queries = shape_of_heads(new_queries, width);
-  const auto fresh_keys = shape_of_heads(new_keys, width);
+  auto fresh_keys = shape_of_heads(new_keys, width);
   const auto fresh_values = shape_of_heads(new_values, value_width);
   if (!queries || !fresh_keys || !fresh_values || (is_packed && rotary.value_norm)) {
     return std::nullopt;
+  }
+  if (rotary.begin > 0) {
+    (*fresh_keys)[3] = width;
   }
   const int key_heads = (*fresh_keys)[1], batch = (*queries)[0], tokens = (*queries)[2];
   if (*fresh_keys != mx::Shape{batch, key_heads, tokens, (*queries)[3]} ||
@@ -591,7 +652,7 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
     }
   }
   try {
-    check_rotary("rope_append", rotary, new_keys.ndim() == 4 ? new_keys : buffers[0]);
+    check_rotary("rope_append", rotary, new_keys.ndim() == 4 && rotary.begin == 0 ? new_keys : buffers[0]);
     check_offset("rope_append", offset, buffers[0]);
   } catch (const std::invalid_argument&) {  // which the caller's own op says
     return std::nullopt;
@@ -605,6 +666,9 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
   }
   Append append{rope_append_primitive(rope_of(rotary, offset, start, packing, true), stream),
                 inputs_of(new_queries, buffers, rotary, offset, stream), *queries, buffers.size()};
+  if (rotary.begin > 0) {
+    append.inputs.push_back(*rotary.shared_key);
+  }
   append.inputs.push_back(new_keys);
   append.inputs.push_back(new_values);
   return append;

@@ -9,6 +9,7 @@ namespace mittens {
 
 // What of a call is no array.
 struct Rope {
+  int begin;  // the first column that is rotated; above 0 all heads of keys share the columns from there on
   int dims;
   float base;  // 0 where there are frequencies
   float scale;
@@ -42,7 +43,7 @@ Rope rope_of(const Rotary& rotary, const Offset& offset, int start, const Packin
 // [batch, heads, tokens, width] of heads that may be [batch, tokens, heads * width] as well.
 std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width);
 
-// The inputs of the primitive but new keys and values that are apart.
+// The inputs of the primitive but new keys and values that are apart, and the shared key before them.
 Arrays inputs_of(const mx::array& heads, const Arrays& buffers, const Rotary& rotary, const Offset& offset,
                  mx::Stream stream);
 

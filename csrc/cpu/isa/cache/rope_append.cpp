@@ -58,7 +58,8 @@ MITTENS_INLINE float rstd(const T* x, size_t columns, float eps) {
 template <typename T, typename Input>
 MITTENS_INLINE void turn_neighbours(T* y, const Turns<T>& turns, const RopeAppend& call, float* memory,
                                     const Input& input) {
-  each_unit(call.width, [&](size_t i, auto part, int) MITTENS_INLINED { store(y + i, input(i, part), part); });
+  each_unit(call.width - call.begin,
+            [&](size_t i, auto part, int) MITTENS_INLINED { store(y + i, input(i, part), part); });
   const size_t rotated = 2 * call.pairs;
   for (size_t i = 0; i < rotated; i += width) {
     const Some part{smaller(width, rotated - i)};
@@ -80,6 +81,7 @@ MITTENS_INLINE Floats normed(const T* x, const T* weight, float n, float weight_
   return round<T>(round<T>(load(x + i, part) * n) * (load(weight + i, part) + weight_offset));
 }
 
+// The columns of a head from call.begin on.
 template <typename T>
 void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const RopeAppend& call, float scale,
                float* memory) {
@@ -97,7 +99,7 @@ void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const R
     store(y + i, a * c - b * s, part);
     store(y + pairs + i, a * s + b * c, part);
   });
-  each_unit(call.width - 2 * pairs, [&](size_t i, auto part, int) MITTENS_INLINED {
+  each_unit(call.width - call.begin - 2 * pairs, [&](size_t i, auto part, int) MITTENS_INLINED {
     store(y + 2 * pairs + i, input(2 * pairs + i, part), part);
   });
 }
@@ -177,8 +179,11 @@ void append_token(const RopeAppend& call, size_t batch, size_t token, const Turn
   };
   for (size_t head = 0; head < call.query_heads; ++head) {
     const size_t row = (batch * call.query_heads + head) * call.tokens + token;
-    turn_head(source(call.new_queries, head), static_cast<const T*>(call.query_norm),
-              static_cast<T*>(call.queries) + row * call.width, turns, call, call.query_scale, memory);
+    const T* query = source(call.new_queries, head);
+    T* y = static_cast<T*>(call.queries) + row * call.width;
+    __builtin_memcpy(y, query, call.begin * sizeof(T));
+    turn_head(query + call.begin, static_cast<const T*>(call.query_norm), y + call.begin, turns, call, call.query_scale,
+              memory);
   }
   for (size_t head = 0; head < call.key_heads; ++head) {
     const size_t row = batch * call.key_heads + head;
@@ -186,7 +191,10 @@ void append_token(const RopeAppend& call, size_t batch, size_t token, const Turn
     const size_t value_row = row * call.value_capacity + call.first + token;
     const T* value = source(call.new_values, head);
     T* key = call.bits != 0 ? turned : static_cast<T*>(call.keys.data) + key_row * call.width;
-    turn_head(source(call.new_keys, head), static_cast<const T*>(call.key_norm), key, turns, call, 1.0f, memory);
+    const T* fresh = source(call.new_keys, head);
+    __builtin_memcpy(key, fresh, call.begin * sizeof(T));
+    turn_head(call.begin == 0 ? fresh : source(call.shared_key, 0), static_cast<const T*>(call.key_norm),
+              key + call.begin, turns, call, 1.0f, memory);
     if (call.bits != 0) {
       quantize_head(key, call, call.keys, key_row);
       quantize_head(value, call, call.values, value_row);
