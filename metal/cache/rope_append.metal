@@ -48,7 +48,7 @@ template <typename T, bool Normed>
   const uint turned_items = (params.query_heads + params.key_heads) * ((width + 63) / 64);
   const bool is_value = item >= turned_items;
   item -= is_value ? turned_items : 0;
-  const uint parts = ((is_value ? params.value_width : width) + 63) / 64;  // of a head
+  const uint parts = max(((is_value ? params.value_width : width) + 63) / 64, 1u);  // of a head, which may have no values
   const uint head = item / parts;
   const uint first = item % parts * 32 + lane;
   const uint step = 32 * parts;

@@ -89,6 +89,21 @@ def test_other_caches(rng, native, make):
         assert_near(ours, theirs, str(i), LAYERS)
 
 
+def test_values_without_columns(rng, executor):
+    """An indexer's cache has keys alone; simdgroups behind the last head must not divide by their parts."""
+    x = mx.array(rng.standard_normal((1, 2, 1, 16)).astype(np.float32))
+    with mm.patched():
+        turn = {"traditional": True, "base": BASE, "scale": 1.0, "offset": 3}
+        queries, key = (mx.fast.rope(a * 1, 16, **turn) for a in (x, x[:, :1]))
+        keys, values = caches.KVCache().update_and_fetch(key, mx.zeros((1, 1, 1, 0)))
+        mm.stats(reset=True)
+        mx.eval(queries, keys, values)
+    assert tiny.kernels("rope_append") == 1 and values.shape == (1, 1, 1, 0)
+    expected = reference.rope(specs.widen(x), 16, BASE, 3, None, True)[0]
+    assert_near(queries, mx.array(expected.astype(np.float32)), "queries", LAYERS)
+    assert_near(keys, mx.array(expected[:, :1].astype(np.float32)), "keys", LAYERS)
+
+
 def test_nothing_is_kept_where_the_norm_is_held(rng, native):
     """A norm that the caller has is computed for it as well."""
     queries, latents, weight = drawn(rng, (1, 2, 1, 16, 24), mx.float32)
