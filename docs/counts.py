@@ -94,6 +94,7 @@ CASES = (
     Counted("scaled_dot_product_attention", "prompt 1x8x8x512x512x64 causal", slow=True),
     Counted("scaled_dot_product_attention", "1x2x1x18x40x64 additive vjp"),
     Counted("scaled_dot_product_attention", "2x2x1x1x40x64 causal ragged=True"),
+    Counted("cascade_attention", "test 3x4x2x1x12x90x64"),
     Counted("quantized_scaled_dot_product_attention", "1x8x2x1x70x64 bits=4"),
     Counted("quantized_scaled_dot_product_attention", "1x4x2x2x45x64 bits=4"),
     Counted("quantized_scaled_dot_product_attention", "2x2x1x1x40x64 causal ragged=True bits=4"),

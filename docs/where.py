@@ -155,8 +155,10 @@ _PLACES = (
         ),
         ("nvidia/attention_ahead.metal",),
     ),
-    Place(  # composed of calls of that op
-        ("cascade_attention",), "attention", "cascade_attention.cpp", (), (), (), ("test_row_keys.py",),
+    Place(
+        ("cascade_attention",), "attention", "cascade_attention.cpp", ("plan.cpp",),
+        ("attention.metal", "attention_ragged.metal", "attention_cascade.metal"),
+        ("attention.cpp", "attention_merge.cpp"), ("test_cascade_attention.py",), ("nvidia/attention_ahead.metal",),
     ),
     Place(
         ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", ("plan.cpp",),

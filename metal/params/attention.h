@@ -101,11 +101,23 @@ struct AttentionUnpackParams {
   uint32_t group_shift;  // a group is 1 << group_shift integers
 };
 
+// Simdgroups of a threadgroup that puts the parts of a row together.
+enum { kCombineSimdgroups = 8 };
+
 struct AttentionCombineParams {
   uint32_t rows;  // batch * heads * queries
   uint32_t width;  // of the values
   uint32_t splits;
   uint32_t has_logsumexp;
+};
+
+struct AttentionCascadeParams {
+  uint32_t batches;
+  uint32_t heads;
+  uint32_t queries;
+  uint32_t width;  // of the values
+  uint32_t prefix_splits;
+  uint32_t own_splits;
 };
 
 }  // namespace mittens

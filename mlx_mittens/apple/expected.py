@@ -31,6 +31,7 @@ _KIND_OF_OP = {
     "quantized_embedding": "elementwise",
     "scaled_dot_product_attention": "attention",
     "quantized_scaled_dot_product_attention": "attention",
+    "cascade_attention": "attention",
     "rope_append": "elementwise",
     "quantized_rope_append": "elementwise",
     "gather_qmm": "4-bit",

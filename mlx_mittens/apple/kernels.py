@@ -41,6 +41,9 @@ FILES: dict[str, tuple[str, ...]] = {
         *("attention/attention_packed.metal", "attention/attention_combine.metal"),
         "attention/attention_packed_ragged.metal",
     ),
+    "cascade_attention": (
+        *("attention/attention.metal", "attention/attention_ragged.metal", "attention/attention_cascade.metal"),
+    ),
     "rope_append": ("cache/rope_append.metal",),
     "quantized_rope_append": ("cache/quantized_rope_append.metal",),
     "gather_qmm": ("moe/gather_qmm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_qmm_tiles.metal"),

@@ -391,9 +391,13 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
 }
 
 # Ops that ask a calibration nothing by their own name: mx has no blocks of GGUF, the plan of an append of quantized
-# heads is always the same, matmul is gemv, which it asks as, and kernels for masked blocks have no alternatives.
+# heads is always the same, kernels for masked blocks have no alternatives, matmul asks as gemv and cascade_attention as
+# attention.
 ASK_NOTHING = frozenset(
-    {"block_quantize", "block_dequantize", "block_masked_mm", "quantized_embedding", "quantized_rope_append", "matmul"}
+    {
+        *("block_quantize", "block_dequantize", "block_masked_mm", "quantized_embedding", "quantized_rope_append"),
+        *("matmul", "cascade_attention"),
+    }
 )
 
 # Ops that have kernels on GPUs alone, or on those of Macs: elsewhere they are made of others, which ask.

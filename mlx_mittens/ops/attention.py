@@ -298,8 +298,9 @@ def cascade_attention(
 ) -> mx.array:
     """Attention of rows that share their first keys, which are read once for all of them.
 
-    What ``scaled_dot_product_attention`` gives over the keys of the prefix and a row's own behind them, by two such
-    calls whose results are merged by their logsumexps. Both results are rounded to the result's type before.
+    What ``scaled_dot_product_attention`` gives over the keys of the prefix and a row's own behind them, in three
+    launches: one over the prefix, one over each row's own keys, and one that puts both together. On a CPU their results
+    are rounded to the result's type before they are merged.
 
     Args:
         q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.

@@ -10,6 +10,7 @@ import itertools
 
 from .attention import ATTENTION_OPS
 from .cache import ROPE_OPS
+from .cascade import CASCADE_OPS
 from .compare import Check, check, compare, error, tolerance, worst
 from .embedding import EMBEDDING_OPS
 from .masked import MASKED_OPS
@@ -62,8 +63,8 @@ __all__ = [
 ]
 
 OPS: tuple[Op, ...] = (
-    *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *EMBEDDING_OPS, *MASKED_OPS, *ATTENTION_OPS, *ROPE_OPS, *MOE_OPS),
-    *(*RECURRENCE_OPS, *TOKEN_LAYER_OPS),
+    *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *EMBEDDING_OPS, *MASKED_OPS, *ATTENTION_OPS, *CASCADE_OPS, *ROPE_OPS),
+    *(*MOE_OPS, *RECURRENCE_OPS, *TOKEN_LAYER_OPS),
 )
 
 

@@ -63,19 +63,19 @@ class AttentionOp(Op):
                 arrays.append(mx.array(rows) if options["ragged"] else None)
             elif self.packed and name != "q":
                 draw = lambda s, name=name: draw_packed(rng, name, s, options["bits"], dtype)
-                arrays.append(_front_of_cache(draw, shape))
+                arrays.append(front_of_cache(draw, shape))
             elif name != "q" and cache:
-                arrays.append(_front_of_cache(lambda s: _draw(rng, s, dtype), shape))
+                arrays.append(front_of_cache(lambda s: draw_rows(rng, s, dtype), shape))
             else:
                 batch, heads, tokens, width = shape
-                arrays.append(_draw(rng, (batch, tokens, heads, width), dtype).swapaxes(1, 2))
+                arrays.append(draw_rows(rng, (batch, tokens, heads, width), dtype).swapaxes(1, 2))
         return arrays
 
     def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
         if not case.vjp or self.packed:
             return super().cotangents(rng, case, dtype)
         batch, heads, _, queries, _, width = case.shape
-        return [_draw(rng, (batch, heads, queries, width), dtype)]
+        return [draw_rows(rng, (batch, heads, queries, width), dtype)]
 
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         batch, heads, _, queries, keys, width = case.shape
@@ -195,7 +195,7 @@ def exact_attention(
     return Exact(value, size, inner)
 
 
-def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def draw_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     a = rng.standard_normal(shape, dtype=np.float32)
     add_outliers(rng, a)
     return mx.array(a).astype(dtype)
@@ -209,7 +209,7 @@ def _draw_mask(rng: np.random.Generator, kind: str | None, shape: tuple[int, ...
     return None
 
 
-def _front_of_cache(draw, shape: tuple[int, ...]) -> mx.array:
+def front_of_cache(draw, shape: tuple[int, ...]) -> mx.array:
     """A view of a buffer that grows by 256 keys, as mlx-lm keeps them."""
     batch, heads, keys, width = shape
     return draw((batch, heads, -(-keys // 256) * 256, width))[:, :, :keys]

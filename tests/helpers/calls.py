@@ -338,6 +338,13 @@ def _attention_calls() -> list[Call]:
         Call("scaled_dot_product_attention", "rows of different lengths", sizes, {"q": q, "k": k, "v": v},
              _attention_of_rows, _attention, derived=lambda sizes: {"heads": 2 * sizes["key_heads"]})
     )  # fmt: skip
+    prefix = [numbers("one", "key_heads", "prefix", n) for n in ("width", "values_width")]
+    calls.append(
+        Call("cascade_attention", "", sizes | {"prefix": 4},
+             {"q": q, "k": k, "v": v, "prefix_k": prefix[0], "prefix_v": prefix[1]},
+             partial(mm.cascade_attention, scale=0.125), _cascade,
+             derived=lambda sizes: {"heads": 2 * sizes["key_heads"], "one": 1})
+    )  # fmt: skip
     names = ("", "_scales", "_biases")
     keys = dict(zip((f"keys{n}" for n in names), triple("batch", "key_heads", "keys", "width", bits=8)))
     values = dict(zip((f"values{n}" for n in names), triple("batch", "key_heads", "keys", "values_width", bits=8)))
@@ -360,6 +367,11 @@ def _hidden(options):
         return _attention(q, k, v, seen)
 
     return exact
+
+
+def _cascade(q, k, v, prefix_k, prefix_v):
+    rows = [np.concatenate([np.repeat(a, len(b), 0), b], 2) for a, b in ((prefix_k, k), (prefix_v, v))]
+    return _attention(q, *rows)
 
 
 def _attention_of_rows(q, k, v):

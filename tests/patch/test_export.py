@@ -226,6 +226,7 @@ DIRECT = {
     "block_masked_mm": lambda x: mm.block_masked_mm(x, draw(64, 8), mask_rhs=mx.array([[True]])),
     "block_matmul": lambda x: mm.block_matmul(x, mx.zeros((8, 68), mx.uint8), "q8_0"),
     "scaled_dot_product_attention": lambda x: mm.scaled_dot_product_attention(*[x[None, None]] * 3, scale=1.0),
+    "cascade_attention": lambda x: mm.cascade_attention(*[x[None, None]] * 5, scale=1.0),
     "rope_append": lambda x: mm.rope_append(
         mx.stack([x] * 3)[None, :, :2], *[mx.zeros((1, 1, 4, 64))] * 2, 64, base=1e4, offset=0
     )[0],

@@ -123,9 +123,9 @@ def test_a_declaration_is_what_the_extension_takes(name):
 
 
 def test_ops_are_declared():
-    """But those that append to a cache, which are Python's; and an op that is two calls of another has no row."""
+    """But those that append to a cache, which are Python's."""
     ops = {op.name for op in OPS} - {"rope_append", "quantized_rope_append"}
-    assert set(DECLARED) == ops | {"cascade_attention"}
+    assert set(DECLARED) == ops
 
 
 def test_it_goes_with_what_it_holds():

@@ -82,6 +82,13 @@ def attention(
     )
 
 
+def cascade(batch: int, own: int, prefix: int, queries: int = 1, heads: int = 32, width: int = 128) -> tuple[str, Call]:
+    q, key_heads = mx.zeros((batch, heads, queries, width), HALF), 8
+    kv, shared = (mx.zeros((n, key_heads, keys, width), HALF) for n, keys in ((batch, own), (1, prefix)))
+    label = f"cascade_attention {batch}x{heads}x{key_heads}x{queries}x{own}x{prefix}x{width}"
+    return label, lambda: mm.cascade_attention(q, kv, kv, shared, shared, scale=1.0)
+
+
 def experts(op: str, tokens: int, chosen: int, experts: int, columns: int, outputs: int, bits: int = 4):
     """A product with the experts that tokens choose: the first ones, whichever they are."""
     indices = mx.zeros((tokens, chosen), mx.uint32)
@@ -149,6 +156,7 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             attention(1, 8, 4096), attention(1, 100, 1000), attention(1, 100, 1000, mx.float32),
             attention(1, 1, 4096, mx.float32), attention(1, 1, 4096, bits=4),
             attention(1, 1, 4096, key_heads=32, width=64),
+            cascade(8, 256, 4096), cascade(2, 256, 20000), cascade(4, 64, 4096, queries=8), cascade(8, 10, 20),
         ],
         "moe": [
             experts("gather_qmm", 1, 8, 64, 2048, 1024), experts("gather_qmm", 8, 2, 8, 2048, 1024),

@@ -199,27 +199,40 @@ bool prefer_mx_attention(const char* op, const AttentionSizes& sizes, const Atte
                    stream);
 }
 
+}  // namespace
+
+bool is_of_nothing(const AttentionCall& call) {
+  const mx::Shape scores = call.scores_shape();
+  return scores[3] == 0 || has_empty({scores[0], scores[1], scores[2], call.value_width()});
+}
+
+std::string attention_missing(const AttentionCall& call, mx::Stream stream) {
+  const mx::Shape values = unpacked(call.values[0], call.options.bits);
+  std::string missing = not_covered(call.queries.shape(), values, call.queries.dtype(), call.options, stream);
+  if (!missing.empty()) {
+    return missing;
+  }
+  const AttentionSizes sizes = attention_sizes(call.queries.shape(), call.keys[0].shape(), values);
+  const char* reason = why_not_launched(sizes, call.mask ? call.mask->size() : 0, stream);
+  return reason ? reason : "";
+}
+
+namespace {
+
 enum class Computed { nowhere, by_mx, by_kernels };  // nowhere: there is nothing to compute
 
 // What computes a call; the reason that it is left to mx is counted.
 Computed choose(const char* op, AttentionCall& call, mx::Stream stream) {
   call.options.exact = call.options.exact || is_exact();
-  const mx::Shape scores = call.scores_shape();
-  const mx::Shape shape = {scores[0], scores[1], scores[2], call.value_width()};
-  if (scores[3] == 0 || has_empty(shape)) {
+  if (is_of_nothing(call)) {
     return Computed::nowhere;
   }
-  const mx::Shape values = unpacked(call.values[0], call.options.bits);
-  std::string missing = not_covered(call.queries.shape(), values, call.queries.dtype(), call.options, stream);
-  const AttentionSizes sizes = attention_sizes(call.queries.shape(), call.keys[0].shape(), values);
-  const char* reason = why_not_launched(sizes, call.mask ? call.mask->size() : 0, stream);
-  if (missing.empty() && reason) {
-    missing = reason;
-  }
-  if (!missing.empty()) {
+  if (std::string missing = attention_missing(call, stream); !missing.empty()) {
     fallback(op, std::move(missing));
     return Computed::by_mx;
   }
+  const mx::Shape values = unpacked(call.values[0], call.options.bits);
+  const AttentionSizes sizes = attention_sizes(call.queries.shape(), call.keys[0].shape(), values);
   const bool prefers = prefer_mx_attention(op, sizes, call.options, call.queries.dtype(), call.force_fused, stream);
   return prefers ? Computed::by_mx : Computed::by_kernels;
 }
@@ -317,6 +330,14 @@ std::optional<mx::array> found_in(AttentionResult result, ByMx by_mx, mx::Stream
   return left && !left->options.exact ? std::nullopt : std::optional(finished(std::move(result), by_mx, stream));
 }
 
+AttentionWithLogsumexp with_logsumexp_by_mx(const AttentionCall& call, ByMx by_mx, mx::Stream stream) {
+  const mx::Shape scores = call.scores_shape();
+  const mx::array of_keys =
+      has_empty(scores) ? logsumexp_of_nothing(call, stream) : composed_logsumexp(dense(call, stream), stream);
+  const mx::array sums = or_nan(of_keys, call.starts, call.ends, scores[3], stream);
+  return {is_of_nothing(call) ? attention_of_nothing(call, stream) : by_mx(call, stream), sums};
+}
+
 AttentionOutput with_logsumexp(const char* op, AttentionCall call, ByMx by_mx, mx::Stream stream) {
   const Computed computed = choose(op, call, stream);
   if (computed == Computed::by_kernels) {
@@ -326,12 +347,7 @@ AttentionOutput with_logsumexp(const char* op, AttentionCall call, ByMx by_mx, m
   if (call.options.exact && computed == Computed::by_mx) {
     checks::fail(op, "exact and return_logsumexp are True, and no kernel covers the call: expected one of them");
   }
-  const mx::Shape scores = call.scores_shape();
-  const mx::array of_keys =
-      has_empty(scores) ? logsumexp_of_nothing(call, stream) : composed_logsumexp(dense(call, stream), stream);
-  const mx::array sums = or_nan(of_keys, call.starts, call.ends, scores[3], stream);
-  const mx::array y = computed == Computed::by_mx ? by_mx(call, stream) : attention_of_nothing(call, stream);
-  return std::tuple(y, sums);
+  return with_logsumexp_by_mx(call, by_mx, stream);
 }
 
 // mx knows no window and no rows of different lengths: they become a mask.
@@ -373,10 +389,13 @@ Arrays alone(mx::array array) {
   return arrays;
 }
 
-AttentionCall checked(const char* op, const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                      const MaskArgument& mask, const std::optional<mx::array>& sinks, std::optional<int> window,
-                      bool force_fused, bool exact, const std::optional<mx::array>& starts,
-                      const std::optional<mx::array>& ends, mx::Stream stream) {
+}  // namespace
+
+AttentionCall checked_attention(const char* op, const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                std::optional<int> window, bool force_fused, bool exact,
+                                const std::optional<mx::array>& starts, const std::optional<mx::array>& ends,
+                                mx::Stream stream) {
   for (const auto& [name, array] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)}) {
     if (array->ndim() != 4) {
       checks::fail(op, name, " has shape ", array->shape(), ": expected four dimensions");
@@ -395,6 +414,8 @@ AttentionCall checked(const char* op, const mx::array& q, const mx::array& k, co
   return call;
 }
 
+namespace {
+
 // end: whether the call is computed in any case, or where kernels cover it.
 template <typename Result, auto end>
 Result attention_of(const mx::array& q, const mx::array& k, const mx::array& v, float scale, const MaskArgument& mask,
@@ -402,7 +423,8 @@ Result attention_of(const mx::array& q, const mx::array& k, const mx::array& v, 
                     const std::optional<mx::array>& starts, const std::optional<mx::array>& ends, bool return_logsumexp,
                     mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  AttentionCall call = checked(op, q, k, v, scale, mask, sinks, window, force_fused, exact, starts, ends, stream);
+  AttentionCall call =
+      checked_attention(op, q, k, v, scale, mask, sinks, window, force_fused, exact, starts, ends, stream);
   if (return_logsumexp) {
     return with_logsumexp(op, std::move(call), attention_by_mx, stream);
   }
@@ -419,15 +441,6 @@ void bind(nb::module_& module) {
 const Register registered(bind);
 
 }  // namespace
-
-AttentionOutput scaled_dot_product_attention_of(const char* op, const mx::array& q, const mx::array& k,
-                                                const mx::array& v, float scale, const MaskArgument& mask,
-                                                const std::optional<mx::array>& sinks,
-                                                const std::optional<mx::array>& starts,
-                                                const std::optional<mx::array>& ends, mx::Stream stream) {
-  AttentionCall call = checked(op, q, k, v, scale, mask, sinks, std::nullopt, false, false, starts, ends, stream);
-  return with_logsumexp(mittens::op, std::move(call), attention_by_mx, stream);
-}
 
 std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
                                                        mx::Dtype dtype, float scale, mx::Stream stream) {

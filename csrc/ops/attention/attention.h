@@ -7,6 +7,7 @@
 #include <tuple>
 #include <variant>
 
+#include "cpu/ragged_attention.h"
 #include "mlx/utils.h"
 #include "ops/attention/attention_launch.h"
 #include "runtime/primitive.h"
@@ -66,6 +67,13 @@ mx::array joined_batch(const mx::array& input, int axis, int size, int batch, mx
 // A view of the scores' shape, with strides of 0 where the mask is broadcast.
 mx::array broadcast_mask(const mx::array& mask, const mx::Shape& scores, mx::Stream stream);
 
+// The inputs of the primitive: queries, keys, values, and what the call has of mask, sinks, starts and ends.
+Arrays attention_inputs(AttentionCall call);
+
+// A call of native code over such inputs, whose outputs are yet to be filled in, and the keys of its rows.
+cpu::Attention native_attention(const Arrays& inputs, const AttentionOptions& options);
+cpu::RaggedKeys native_keys(const Arrays& inputs, const AttentionOptions& options);
+
 mx::array apply_attention(AttentionCall call, mx::Stream stream);
 
 // The same, and the logsumexp of each row of scores.
@@ -90,17 +98,27 @@ mx::array finished(AttentionResult result, ByMx by_mx, mx::Stream stream);
 std::optional<mx::array> found_in(AttentionResult result, ByMx by_mx, mx::Stream stream);
 
 // What an op returns: y, or y and the logsumexp [batch, heads, queries].
-using AttentionOutput = std::variant<mx::array, std::tuple<mx::array, mx::array>>;
+using AttentionWithLogsumexp = std::tuple<mx::array, mx::array>;
+using AttentionOutput = std::variant<mx::array, AttentionWithLogsumexp>;
 
 // y and the logsumexp, by whatever computes the call.
 AttentionOutput with_logsumexp(const char* op, AttentionCall call, ByMx by_mx, mx::Stream stream);
 
-// y and the logsumexp of attention over keys and values as they are. op: who calls, for errors.
-AttentionOutput scaled_dot_product_attention_of(const char* op, const mx::array& q, const mx::array& k,
-                                                const mx::array& v, float scale, const MaskArgument& mask,
-                                                const std::optional<mx::array>& sinks,
-                                                const std::optional<mx::array>& starts,
-                                                const std::optional<mx::array>& ends, mx::Stream stream);
+// The same without kernels.
+AttentionWithLogsumexp with_logsumexp_by_mx(const AttentionCall& call, ByMx by_mx, mx::Stream stream);
+
+// A call over keys and values as they are. op: who calls, for errors.
+AttentionCall checked_attention(const char* op, const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                std::optional<int> window, bool force_fused, bool exact,
+                                const std::optional<mx::array>& starts, const std::optional<mx::array>& ends,
+                                mx::Stream stream);
+
+// Whether a call has no keys or no results.
+bool is_of_nothing(const AttentionCall& call);
+
+// Why no kernel covers a call that has both; empty where one does.
+std::string attention_missing(const AttentionCall& call, mx::Stream stream);
 
 // The primitive of a call without mask and sinks, of queries, keys and values of these shapes; none where no kernel
 // covers it or there is nothing to do.

@@ -280,7 +280,10 @@ mx::array composed_logsumexp(const DenseAttention& call, mx::Stream s) {
     if (visible) {
       scores = mx::where(*visible, scores, minus_infinity, s);
     }
-    mx::array sums = mx::logsumexp(scores, -1, false, s);
+    // mx's gradient of a logsumexp of nothing but minus infinity is NaN, also where nobody asks for it.
+    const mx::array is_hidden = mx::isneginf(mx::max(scores, -1, true, s), s);
+    mx::array sums = mx::logsumexp(mx::where(is_hidden, mx::array(0.0f), scores, s), -1, false, s);
+    sums = mx::where(mx::squeeze(is_hidden, -1, s), minus_infinity, sums, s);
     if (call.sinks) {
       sums = mx::logaddexp(sums, mx::reshape(mx::astype(*call.sinks, mx::float32, s), {1, heads, 1}, s), s);
     }

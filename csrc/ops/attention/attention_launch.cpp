@@ -20,6 +20,7 @@ const Name packed_ahead_file = "attention/nvidia/attention_packed_ahead.metal";
 const Name dense_ragged_file = "attention/attention_ragged.metal";
 const Name packed_ragged_file = "attention/attention_packed_ragged.metal";
 const Name combine_file = "attention/attention_combine.metal";
+const Name cascade_file = "attention/attention_cascade.metal";
 
 struct Widths {
   int keys;
@@ -101,6 +102,11 @@ void add_params(Launch& launch, const AttentionParams& params, const AttentionOp
   launch.params(ragged);
 }
 
+Size3 combine_grid(const AttentionSizes& sizes) {
+  constexpr uint32_t columns = 32;  // of a threadgroup
+  return {static_cast<uint32_t>(sizes.rows()), ceil_divide(sizes.value_width, columns), 1};
+}
+
 Launch combine_launch(const mx::array& partials, const mx::array& y, const mx::array* logsumexp,
                       const AttentionSizes& sizes, uint32_t splits) {
   AttentionCombineParams params{};
@@ -111,10 +117,59 @@ Launch combine_launch(const mx::array& partials, const mx::array& y, const mx::a
   Launch launch;
   launch.file = combine_file;
   launch.kernel = kernel_name(y.dtype(), "attention", "combine");
-  constexpr uint32_t columns = 32;  // of a threadgroup
-  launch.threadgroups = {params.rows, ceil_divide(sizes.value_width, columns), 1};
-  launch.threads = {256, 1, 1};
+  launch.threadgroups = combine_grid(sizes);
+  launch.threads = {32 * kCombineSimdgroups, 1, 1};
   return launch.input(partials).output(y).output_if(logsumexp, y).params(params);
+}
+
+struct Planned {
+  AttentionSizes sizes;
+  AttentionPlan plan;
+  AttentionParams params;
+  Launch launch;
+};
+
+// A launch whose inputs are bound, its outputs and parameters not.
+Planned planned(const std::vector<mx::array>& inputs, uint32_t value_width, const AttentionOptions& options,
+                mx::Stream stream) {
+  const mx::Dtype dtype = inputs[0].dtype();
+  mx::Shape values = inputs[0].shape();
+  values.back() = static_cast<int>(value_width);
+  Planned result{.sizes = attention_sizes(inputs[0].shape(), inputs[1].shape(), values)};
+  const AttentionSizes& sizes = result.sizes;
+  result.plan = plan_attention(sizes, options, dtype, stream);
+  const AttentionPlan& plan = result.plan;
+  result.params = params_of(sizes, options, plan, dtype);
+
+  Launch& launch = result.launch;
+  const bool ahead = loads_ahead(plan.kernel);
+  const char* const ragged = options.is_ragged() ? "ragged_" : "";
+  if (options.bits == 0) {
+    launch.file = options.is_ragged() ? dense_ragged_file : ahead ? dense_ahead_file : dense_file;
+    launch.kernel = kernel_name(dtype, "attention", ragged, plan.name, "_", sizes.width, "_", sizes.value_width);
+  } else {
+    launch.file = options.is_ragged() ? packed_ragged_file : ahead ? packed_ahead_file : packed_file;
+    launch.kernel = kernel_name(dtype, "attention", ragged, plan.name, "_", options.bits, "bit_", sizes.width, "_",
+                                sizes.value_width);
+  }
+  const uint32_t slices = attention_value_slices(static_cast<int>(value_width));
+  // x may be the largest.
+  launch.threadgroups = {plan.row_blocks, plan.splits * slices, sizes.batches * sizes.key_heads};
+  launch.threads = {32 * plan.simdgroups, 1, 1};
+  bind_inputs(launch, inputs, options, result.params);
+  return result;
+}
+
+mx::array partials_of(const AttentionSizes& sizes, uint32_t splits, mx::Stream stream) {
+  const mx::Shape shape = {static_cast<int>(splits), static_cast<int>(sizes.rows()),
+                           static_cast<int>(sizes.value_width + 2)};
+  return temporary(shape, mx::float32, stream);
+}
+
+void leave_parts(Planned& part, const mx::array& partials, const AttentionOptions& options,
+                 const std::vector<mx::array>& inputs) {
+  part.launch.output(partials).stand_in(inputs[0]);
+  add_params(part.launch, part.params, options, inputs);
 }
 
 }  // namespace
@@ -137,41 +192,54 @@ std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& val
 
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
                                        const mx::array* logsumexp, const AttentionOptions& options, mx::Stream stream) {
-  const mx::Dtype dtype = inputs[0].dtype();
-  const AttentionSizes sizes = attention_sizes(inputs[0].shape(), inputs[1].shape(), y.shape());
-  const AttentionPlan plan = plan_attention(sizes, options, dtype, stream);
-  AttentionParams params = params_of(sizes, options, plan, dtype);
-  params.has_logsumexp = logsumexp != nullptr;
-
-  Launch launch;
-  const bool ahead = loads_ahead(plan.kernel);
-  const char* const ragged = options.is_ragged() ? "ragged_" : "";
-  if (options.bits == 0) {
-    launch.file = options.is_ragged() ? dense_ragged_file : ahead ? dense_ahead_file : dense_file;
-    launch.kernel = kernel_name(dtype, "attention", ragged, plan.name, "_", sizes.width, "_", sizes.value_width);
-  } else {
-    launch.file = options.is_ragged() ? packed_ragged_file : ahead ? packed_ahead_file : packed_file;
-    launch.kernel = kernel_name(dtype, "attention", ragged, plan.name, "_", options.bits, "bit_", sizes.width, "_",
-                                sizes.value_width);
-  }
-  const uint32_t slices = attention_value_slices(static_cast<int>(sizes.value_width));
-  // x may be the largest.
-  launch.threadgroups = {plan.row_blocks, plan.splits * slices, sizes.batches * sizes.key_heads};
-  launch.threads = {32 * plan.simdgroups, 1, 1};
-  bind_inputs(launch, inputs, options, params);
-  if (plan.splits == 1) {
+  Planned all = planned(inputs, static_cast<uint32_t>(y.shape(3)), options, stream);
+  Launch& launch = all.launch;
+  all.params.has_logsumexp = logsumexp != nullptr;
+  if (all.plan.splits == 1) {
     launch.output(y).output_if(logsumexp, inputs[0]);
-    add_params(launch, params, options, inputs);
+    add_params(launch, all.params, options, inputs);
     return in_order(std::move(launch));
   }
-  const mx::Shape shape = {static_cast<int>(plan.splits), static_cast<int>(sizes.rows()),
-                           static_cast<int>(sizes.value_width + 2)};
-  const auto partials = std::make_shared<mx::array>(temporary(shape, mx::float32, stream));
-  Launch combine = combine_launch(*partials, y, logsumexp, sizes, plan.splits);
+  const auto partials = std::make_shared<mx::array>(partials_of(all.sizes, all.plan.splits, stream));
+  Launch combine = combine_launch(*partials, y, logsumexp, all.sizes, all.plan.splits);
   launch.owner = combine.owner = partials;
   launch.output(*partials).stand_in(inputs[0]);
-  add_params(launch, params, options, inputs);
+  add_params(launch, all.params, options, inputs);
   return in_order(std::move(launch), std::move(combine));
+}
+
+std::vector<Launch> cascade_launches(std::vector<mx::array> prefix, const AttentionOptions& prefix_options,
+                                     std::vector<mx::array> own, const AttentionOptions& own_options,
+                                     const mx::array& y, mx::Stream stream) {
+  struct Held {
+    std::vector<mx::array> prefix;
+    std::vector<mx::array> own;
+    std::vector<mx::array> partials;
+  };
+  const auto held = std::make_shared<Held>(Held{std::move(prefix), std::move(own), {}});
+  const auto width = static_cast<uint32_t>(y.shape(3));
+  Planned first = planned(held->prefix, width, prefix_options, stream);
+  Planned second = planned(held->own, width, own_options, stream);
+  const AttentionCascadeParams params{.batches = second.sizes.batches,
+                                      .heads = second.sizes.heads,
+                                      .queries = second.sizes.queries,
+                                      .width = width,
+                                      .prefix_splits = first.plan.splits,
+                                      .own_splits = second.plan.splits};
+  held->partials = {partials_of(first.sizes, first.plan.splits, stream),
+                    partials_of(second.sizes, second.plan.splits, stream)};
+  leave_parts(first, held->partials[0], prefix_options, held->prefix);
+  leave_parts(second, held->partials[1], own_options, held->own);
+  // A simdgroup takes 16 parts at once.
+  const uint32_t simdgroups = params.prefix_splits + params.own_splits > 32 ? kCombineSimdgroups : 1;
+  Launch last;
+  last.file = cascade_file;
+  last.kernel = kernel_name(y.dtype(), "attention", "cascade_", simdgroups);
+  last.threadgroups = combine_grid(second.sizes);
+  last.threads = {32 * simdgroups, 1, 1};
+  last.input(held->partials[0]).input(held->partials[1]).output(y).params(params);
+  first.launch.owner = second.launch.owner = last.owner = held;
+  return in_order(std::move(first.launch), std::move(second.launch), std::move(last));
 }
 
 }  // namespace mittens

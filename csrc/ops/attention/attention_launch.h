@@ -22,6 +22,8 @@ struct AttentionOptions {
   bool has_ends = false;  // an input after the starts: [batch], int32
   bool exact = false;  // a query's result is bit for bit that of a call of this query and the keys in its range alone
 
+  bool leaves_parts = false;  // results are put together with others': at least two threadgroups share a row's keys
+
   // Whether rows of the batch have keys of their own.
   bool is_ragged() const {
     return has_starts || has_ends;
@@ -49,5 +51,11 @@ std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& val
 
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
                                        const mx::array* logsumexp, const AttentionOptions& options, mx::Stream stream);
+
+// Attention over a prefix that all rows of the batch share, then over the keys of each row, then both put together.
+// prefix: queries [1, heads, batch * queries, width], keys and values of the prefix; own: inputs as above.
+std::vector<Launch> cascade_launches(std::vector<mx::array> prefix, const AttentionOptions& prefix_options,
+                                     std::vector<mx::array> own, const AttentionOptions& own_options,
+                                     const mx::array& y, mx::Stream stream);
 
 }  // namespace mittens

@@ -30,26 +30,12 @@ class Attention : public KernelPrimitive {
 
   static mx::array apply(AttentionCall call, mx::Stream stream) {
     const AttentionOptions options = call.options;
-    return apply(inputs_of(std::move(call)), options, stream);
+    return apply(attention_inputs(std::move(call)), options, stream);
   }
 
   static Arrays apply_with_logsumexp(AttentionCall call, mx::Stream stream) {
     const AttentionOptions options = call.options;
-    return results(inputs_of(std::move(call)), options, Logsumexp::output, stream);
-  }
-
-  static Arrays inputs_of(AttentionCall call) {
-    Arrays inputs;
-    inputs.reserve(11);  // packed keys and values, a mask, sinks, starts and ends
-    inputs.push_back(std::move(call.queries));
-    std::move(call.keys.begin(), call.keys.end(), std::back_inserter(inputs));
-    std::move(call.values.begin(), call.values.end(), std::back_inserter(inputs));
-    for (std::optional<mx::array>* more : {&call.mask, &call.sinks, &call.starts, &call.ends}) {
-      if (*more) {
-        inputs.push_back(std::move(**more));
-      }
-    }
-    return inputs;
+    return results(attention_inputs(std::move(call)), options, Logsumexp::output, stream);
   }
 
   const char* name() const override {
@@ -173,44 +159,14 @@ class Attention : public KernelPrimitive {
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
-    const mx::array& q = inputs[0];
-    const mx::Shape keys = unpacked(inputs[first_key()], options_.bits);
-    const mx::Shape values = unpacked(inputs[first_value()], options_.bits);
-    cpu::Attention call{};
-    call.type = native_type(q.dtype());
-    call.batch = q.shape(0);
-    call.heads = q.shape(1);
-    call.key_heads = keys[1];
-    call.queries = q.shape(2);
-    call.keys = keys[2];
-    call.width = q.shape(3);
-    call.value_width = values[3];
-    call.q = native_view(q);
-    call.k = native_rows(inputs, first_key());
-    call.v = native_rows(inputs, first_value());
-    if (options_.has_mask) {
-      const mx::array& mask = inputs[mask_index()];
-      call.mask = {mask.dtype() == mx::bool_ ? cpu::MaskKind::boolean : cpu::MaskKind::additive, native_view(mask),
-                   mask.strides(3)};
-    }
-    call.sinks = options_.has_sinks ? data_of(inputs[sinks_index()]) : nullptr;
+    cpu::Attention call = native_attention(inputs, options_);
     call.y = data_of(outputs[0]);
     call.logsumexp = has_logsumexp() ? outputs[1].data<float>() : nullptr;
-    call.scale = options_.scale;
-    call.causal = options_.causal;
-    call.window = options_.window;
-    call.exact = options_.exact;
     if (!options_.is_ragged()) {
       return [call] { cpu::attention(call); };
     }
-    cpu::RaggedKeys ragged{};
-    if (options_.has_starts) {
-      const mx::array& starts = inputs[starts_index()];
-      ragged.starts = starts.data<int32_t>();
-      ragged.has_query_starts = starts.ndim() == 2;
-    }
-    ragged.ends = options_.has_ends ? inputs.back().data<int32_t>() : nullptr;
-    return [call, ragged] { cpu::ragged_attention(call, ragged); };
+    const cpu::RaggedKeys keys = native_keys(inputs, options_);
+    return [call, keys] { cpu::ragged_attention(call, keys); };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -337,23 +293,25 @@ class Attention : public KernelPrimitive {
     return {inputs[0].shape(0), inputs[0].shape(1), inputs[0].shape(2), inputs[first_key()].shape(2)};
   }
 
-  static cpu::AttentionView native_view(const mx::array& array) {
-    return {data_of(array), array.strides(0), array.strides(1), array.strides(2)};
-  }
-
-  cpu::AttentionRows native_rows(const Arrays& inputs, int first) const {
-    if (!options_.bits) {
-      return {native_view(inputs[first]), {}, {}, 0, 0};
-    }
-    return {native_view(inputs[first]), native_view(inputs[first + 1]), native_view(inputs[first + 2]), options_.bits,
-            options_.group_size};
-  }
-
   AttentionOptions options_;
   Logsumexp logsumexp_;
 };
 
 }  // namespace
+
+Arrays attention_inputs(AttentionCall call) {
+  Arrays inputs;
+  inputs.reserve(11);  // packed keys and values, a mask, sinks, starts and ends
+  inputs.push_back(std::move(call.queries));
+  std::move(call.keys.begin(), call.keys.end(), std::back_inserter(inputs));
+  std::move(call.values.begin(), call.values.end(), std::back_inserter(inputs));
+  for (std::optional<mx::array>* more : {&call.mask, &call.sinks, &call.starts, &call.ends}) {
+    if (*more) {
+      inputs.push_back(std::move(**more));
+    }
+  }
+  return inputs;
+}
 
 int mapped_size(const Arrays& inputs, const std::vector<int>& axes) {
   int size = 0;

@@ -119,7 +119,7 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
         gpu.resident_simdgroups(registers_of(plan, sizes, options, is_half)) / plan.simdgroups;
     // By prediction a quarter of what an Apple GPU holds keeps its memory busy, and half of it where packed keys are to
     // be unpacked; more splits take longer to add up.
-    const uint32_t apple = options.bits ? 2 : 4;
+    const uint32_t apple = options.bits || options.leaves_parts ? 2 : 4;
     const uint32_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : apple;
     const uint32_t resident_threadgroups = std::max(gpu.cores * resident_of_core / busy, 1u);
     const uint32_t steps = ceil_divide(keys, step);
@@ -140,11 +140,12 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
       // Lengths are not known here: one long row among short ones would keep a few cores busy after all others.
       wanted = std::clamp(steps / (2 * serial_steps), 1u, 4u);
     }
+    wanted = std::max(wanted, options.leaves_parts ? 2u : 1u);
     // Putting many shares together takes longer than some steps.
     const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
     plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
   }
-  plan.splits = std::max(ceil_divide(keys, plan.keys_per_split), 1u);
+  plan.splits = std::max(ceil_divide(keys, plan.keys_per_split), options.leaves_parts ? 2u : 1u);
 }
 
 const Schedules registered({"scaled_dot_product_attention", "quantized_scaled_dot_product_attention"}, schedules);
@@ -217,7 +218,7 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
                                 kQueryRows * row_blocks_of(plan.kernel) * (decodes ? 1 : plan.simdgroups));
   plan.splits = 1;
   plan.keys_per_split = sizes.keys;
-  if (decodes) {
+  if (decodes || options.leaves_parts) {
     share_out_keys(plan, sizes, options, step, dtype != mx::float32, gpu);
   }
   if (options.is_ragged() && !options.exact) {

@@ -1,4 +1,4 @@
-"""Attention whose rows of a batch have keys of their own, the logsumexp of its scores, and keys that rows share."""
+"""Attention whose rows of a batch have keys of their own, and the logsumexp of its scores."""
 
 from functools import partial
 
@@ -273,30 +273,8 @@ def test_vmap_and_compile(rng, executor):
             assert_near(one, widen(other), "results")
 
 
-@pytest.mark.parametrize("batch, queries, prefix, own", [(4, 1, 90, 12), (2, 3, 33, 40), (1, 18, 5, 20)])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_cascade(rng, dtype, executor, batch, queries, prefix, own, sinks):
-    """As over the prefix and the row's own keys in one array; rows of no keys of their own have the prefix alone."""
-    q, k, v = inputs(rng, (batch, 4, 2, queries, own, 64), dtype)
-    shared = [draw(rng, (1, 2, prefix, 64), dtype) for _ in range(2)]
-    starts, ends = limits(rng, "both", batch, queries, own)
-    drawn = draw(rng, (4,), dtype) if sinks else None
-    y = run(
-        lambda: mm.cascade_attention(
-            q, k, v, *shared, scale=0.125, mask="causal", sinks=drawn, starts=starts, ends=ends
-        )
-    )
-    assert y.dtype == dtype
-    seen = seen_of_rows(starts, ends, True, None, batch, queries, own)
-    seen = mx.array(np.concatenate([np.ones((*seen.shape[:3], prefix), bool), seen], -1))
-    rows = [mx.concatenate([mx.broadcast_to(a, (batch, *a.shape[1:])), b], 2) for a, b in zip(shared, (k, v))]
-    twin = mx_attention(q, *rows, 0.125, seen, drawn)
-    assert_attention_right(y, twin, exact_of(q, *rows, 0.125, seen, drawn), dtype)
-
-
 def test_arguments(native):
     q, k = mx.zeros((2, 4, 3, 64)), mx.zeros((2, 2, 9, 64))
-    two = mx.array([0, 1])
     wrong = [
         ({"starts": mx.array([0.0, 1.0])}, mm.DtypeError, r"starts has dtype float32: expected int32; convert it by"),
         ({"ends": mx.array([0, 1], mx.int64)}, mm.DtypeError, r"ends has dtype int64: expected int32"),
@@ -308,7 +286,3 @@ def test_arguments(native):
     for options, error, message in wrong:
         with pytest.raises(error, match=message):
             dense(q, k, k, **options)
-    with pytest.raises(ValueError, match=r"prefix_k has shape \(2,2,9,64\).*: expected a batch of one"):
-        mm.cascade_attention(q, k, k, k, k, scale=1.0, starts=two)
-    with pytest.raises(ValueError, match=r"\[cascade_attention\] k has shape \(9,64\): expected four dimensions"):
-        mm.cascade_attention(q, k[0, 0], k, k, k, scale=1.0)

@@ -183,6 +183,75 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
     )
 
 
+def cascade_attention(draw: Draw) -> Case:
+    dtype = draw.dtype()
+    shape = _shape(draw, draw.limit(300, 70), draw.limit(20000, 4000))
+    prefix = draw.size(draw.limit(400, 90), small=0.4)
+    kind = draw.kind(("normal",) * 3 + ("constant", "integers"))
+    own, shared = (shape.batch, shape.key_heads, shape.keys), (1, shape.key_heads, prefix)
+    widths = shape.width, shape.value_width
+    shapes = (*shape.of_result[:3], shape.width), *((*rows, n) for rows in (own, shared) for n in widths)
+    arrays = [draw.array(draw.numbers(s, kind), dtype) for s in shapes]
+    mask = "causal" if draw.chance(0.3) else None
+    scale = float32(shape.width**-0.5)
+
+    def ours(*a: mx.array) -> mx.array:
+        return mm.cascade_attention(*a, scale=scale, mask=mask)
+
+    def whole(k: mx.array, v: mx.array, prefix_k: mx.array, prefix_v: mx.array) -> list[mx.array]:
+        pairs = (prefix_k, k), (prefix_v, v)
+        return [mx.concatenate([mx.broadcast_to(a, (len(b), *a.shape[1:])), b], 2) for a, b in pairs]
+
+    def twin(q: mx.array, *rows: mx.array) -> mx.array:
+        keys, values = whole(*rows)
+        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=seen())
+
+    def in_float64(q: mx.array, *rows: mx.array) -> mx.array:
+        return exact.attention(q, *whole(*rows), scale, seen(), None, None)
+
+    def seen() -> mx.array | None:
+        return mx.array(_behind(shape, prefix)) if mask else None
+
+    def of_nothing() -> list[np.ndarray]:
+        """The sum over keys of the prefix, or a row's own, where it has no others."""
+        q, k, v, shared_k, shared_v = map(to_float64, arrays)
+        keys, values = (
+            np.repeat(np.concatenate([np.repeat(a, shape.batch, 0), b], 2), shape.heads // shape.key_heads, 1)
+            for a, b in ((shared_k, k), (shared_v, v))
+        )
+        scores = scale * q @ keys.swapaxes(-1, -2)
+        scores = np.where(_behind(shape, prefix), scores, -np.inf) if mask else scores
+        weights = np.exp(scores - scores.max(-1, keepdims=True, initial=np.finfo(float).min))
+        total = weights.sum(-1, keepdims=True)
+        return [weights / np.where(total == 0, 1, total) @ values]
+
+    def noise() -> list[np.ndarray | float]:
+        q, k, shared_k = size_of(arrays[0]), size_of(arrays[1]), np.repeat(size_of(arrays[3]), shape.batch, 0)
+        if prefix + shape.keys == 0:
+            return [0.0]
+        products = _largest_products(q, np.concatenate([shared_k, k], 2))
+        weights = EPSILON32 * (8 + 4 * scale * products) + overflow(products)
+        return [(weights + 2 * EPSILON[dtype]) * max(size_of(arrays[i]).max(initial=0) for i in (2, 4))]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, mask=mask, prefix=prefix, scale=scale),
+        arrays,
+        ours,
+        twin,
+        in_float64,
+        of_nothing,
+        noise=noise,
+        rounds_nothing=True,
+        ordinary=False,
+    )
+
+
+def _behind(shape: Shape, prefix: int) -> np.ndarray:
+    """A mask of a prefix that all see, and of the keys behind it by causality."""
+    seen = np.arange(shape.keys) <= np.arange(shape.queries)[:, None] + shape.keys - shape.queries
+    return np.concatenate([np.ones((shape.queries, prefix), bool), seen], 1)
+
+
 def quantized_scaled_dot_product_attention(draw: Draw) -> Case:
     dtype = draw.dtype()
     shape = _shape(draw, draw.limit(257, 97), draw.limit(16000, 8000))

@@ -87,6 +87,10 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             [array(*q), quantized(*kv, bits=8), quantized(*kv, bits=8), 0.125, None, 32, 8],
             {"sinks": array(4), "window": 4},
         ),
+        "cascade_attention": lambda: (
+            [array(*q), array(*kv), array(*kv), array(1, *kv[1:]), array(1, *kv[1:])],
+            {"scale": 0.125, "mask": mx.zeros((3, 8), dtype), "sinks": array(4)},
+        ),
         "rope_append": lambda: (
             [array(1, 6, 2, 8), array(1, 2, 9, 8), array(1, 2, 9, 8), 8],
             {"base": 1e4, "offset": 3, "scale": 1.0, "start": 3, "traditional": True, **norms},

@@ -26,6 +26,7 @@ class Case:
         differentiable: Which arguments have gradients to compare.
         noise: What rounding on the way may make of each result, or of all.
         noise_of_composition: The same where `mx.vmap` takes the op apart into others, if that is more.
+        rounds_nothing: Whether `of_nothing` has sums over other arguments, which `noise` bounds as well.
         gradient_noise: What rounding of the result may make of each gradient in `differentiable`, given the cotangents;
             of those that `mx.vjp` takes.
         second_order_noise: The same of gradients of gradients, given cotangents and directions: their terms may cancel.
@@ -44,6 +45,7 @@ class Case:
     differentiable: Sequence[int] = ()
     noise: Callable[[], list[np.ndarray | float]] | None = None
     noise_of_composition: Callable[[], list[np.ndarray | float]] | None = None
+    rounds_nothing: bool = False
     gradient_noise: Callable[[Sequence[mx.array]], list[float]] | None = None
     second_order_noise: Callable[[Sequence[mx.array], Sequence[mx.array]], list[float]] | None = None
     ordinary: bool = True

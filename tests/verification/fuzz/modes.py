@@ -125,6 +125,10 @@ def _tolerances(case: Case, results: int, batched: bool = False) -> list[Toleran
     return [Tolerance(case.units, n) for n in noise]
 
 
+def _tolerances_of_nothing(case: Case, results: int) -> list[Tolerance]:
+    return _tolerances(case, results) if case.rounds_nothing else [Tolerance()] * results
+
+
 def compiled_for_all_shapes(function: Function, arrays: Sequence[mx.array]) -> Function:
     """A function that mx.compile has traced at twice the sizes of arrays, or at these where numbers among the options
     of the op do not fit twice as much."""
@@ -154,7 +158,7 @@ def _forward(case: Case, mode: str, draw: Draw) -> str | None:
     results = called(function, case.arrays)
     if case.empty:
         expected = case.of_nothing()
-        return first_difference(results, expected, None, [Tolerance()] * len(expected))
+        return first_difference(results, expected, None, _tolerances_of_nothing(case, len(expected)))
     exact = [np.array(a) for a in evaluated(case.exact, [wide(a) for a in case.arrays])]
     twins = try_evaluate(case.twin, case.arrays)
     hides = case.hides and _fallbacks() == before
@@ -333,7 +337,7 @@ def _vmap(case: Case, mode: str, draw: Draw) -> str | None:
     where = f"in_axes={axes}, {count} elements"
     if case.empty:
         expected = [np.stack([value] * count) for value in case.of_nothing()]
-        text = first_difference(results, expected, None, [Tolerance()] * len(expected))
+        text = first_difference(results, expected, None, _tolerances_of_nothing(case, len(expected)))
         return f"{where}: {text}" if text else None
     elements = [
         [a if axis is None else mx.take(a, i, axis=axis) for a, axis in zip(batched, axes)] for i in range(count)

@@ -64,6 +64,7 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         experts.route_top_k,
         attention.scaled_dot_product_attention,
         attention.quantized_scaled_dot_product_attention,
+        attention.cascade_attention,
         cache.rope_append,
         cache.quantized_rope_append,
         recurrences.gated_delta_token,
