@@ -268,7 +268,7 @@ def is_quantized(model: Any, path: str, part: Any) -> bool | dict[str, Any]:
 # Operations that launch nothing where arrays lie as they should.
 VIEWS = {
     *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "Depends", "ExpandDims", "Flatten", "MittensCacheBuffer"),
-    *("Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten", "View"),
+    *("Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"),
 }
 
 

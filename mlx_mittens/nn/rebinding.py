@@ -34,9 +34,11 @@ _LAYERS = {"recurrence"}
 # Attention layers that stand before a class's own call likewise: there is no fusion of theirs in `nn`.
 _ATTENTIONS = (
     attention_layers.expanded_latent_attention,
+    attention_layers.kimi_k3_attention,
     attention_layers.kimi_latent_attention,
     attention_layers.latent_attention,
     attention_layers.longcat_attention,
+    attention_layers.minimax_m3_attention,
     attention_layers.sparse_latent_attention,
 )
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from .. import _ext
-from .digests import digest
+from .digests import digest, plain
 from .feed_forward import call_of
 from .linears import products
 from .model_attention import attend
@@ -23,15 +23,18 @@ __all__ = [
     "expanded_latent_attention",
     "gemma3_attention",
     "gpt_oss_attention",
+    "kimi_k3_attention",
     "kimi_latent_attention",
     "latent_attention",
     "longcat_attention",
+    "minimax_m3_attention",
     "qwen3_next_attention",
     "sparse_latent_attention",
 ]
 
 _YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
 _LONG_ROPE = "6d918f6ebd35f609"  # SuScaledRoPE.__call__
+_BLOCK_MASK = "9262347f44c55f8e"  # minimax_m3_vl.Attention._block_mask
 _INDEXER = "32abbbcdb19a3967"  # deepseek_v32.Indexer.__call__
 
 
@@ -91,12 +94,13 @@ def _latent(
     heads: int,
     query_scale: float | None = None,
     latent_scale: float | None = None,
+    gate: mx.array | None = None,
 ) -> mx.array:
     """A token's attention over latents, whose heads of keys and values are one, where nothing is masked."""
     queries, latent = _queries_and_latent(layer, x)
     scale = layer.scale if query_scale is None else layer.scale * query_scale
     queries, turned, latent, keys = _appended(layer, queries, latent, cache, heads, scale, latent_scale)
-    return _over_latents(layer, queries, turned, latent, keys, scale, cache)
+    return _over_latents(layer, queries, turned, latent, keys, scale, cache, gate)
 
 
 def _queries_and_latent(layer: Any, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -129,12 +133,19 @@ def _appended(
 
 
 def _over_latents(
-    layer: Any, queries: mx.array, turned: mx.array, latent: mx.array, keys: mx.array, scale: float, cache: Any
+    layer: Any,
+    queries: mx.array,
+    turned: mx.array,
+    latent: mx.array,
+    keys: mx.array,
+    scale: float,
+    cache: Any,
+    gate: mx.array | None = None,
 ) -> mx.array:
     options = {"cache": cache, "scale": scale, "mask": turned @ keys.swapaxes(-1, -2)}
     output = _attention()(layer["embed_q"](queries), latent, latent, **options)
     output = layer["unembed_out"](output).transpose(0, 2, 1, 3).reshape(1, 1, -1)
-    return cast(mx.array, layer["o_proj"](output))
+    return cast(mx.array, layer["o_proj"](output if gate is None else _gated(output, gate)))
 
 
 @functools.cache
@@ -225,6 +236,75 @@ def kimi_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any 
     if mask is not None or not _is_token(x, cache) or width == 0 or width % 2 != 0:
         return None
     return _latent(layer, x, cache, layer.num_heads)
+
+
+def kimi_k3_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.kimi_k3.KimiK3MLAAttention, whose output may have a gate."""
+    _refuse_packed(layer, cache)
+    width = layer.qk_rope_head_dim
+    if mask is not None or not _is_token(x, cache) or width == 0 or width % 2 != 0:
+        return None
+    gate = layer["g_proj"](x) if layer.use_gate else None
+    return _latent(layer, x, cache, layer.num_heads, gate=gate)
+
+
+@functools.lru_cache(maxsize=16)
+def _last_blocks(heads: int, blocks: int, count: int) -> mx.array:
+    """Whether a block is one of the last, for each head."""
+    last = mx.broadcast_to(mx.arange(blocks) >= blocks - count, (1, heads, 1, blocks))
+    mx.eval(last)
+    return last
+
+
+def _chosen_blocks(layer: Any, queries: mx.array, key: mx.array, cache: Any) -> mx.array | None:
+    """The mask of the key blocks that minimax_m3_vl's indexer chooses for a token; None where it is to see all."""
+    heads, size, most = layer.index_n_heads, layer.index_block_size, layer.index_topk_blocks
+    queries, key = layer["index_q_norm"](_heads(queries, heads)), layer["index_k_norm"](_heads(key, 1))
+    queries, key = (layer.index_rope(part, offset=cache.offset) for part in (queries, key))
+    keys, _ = cache.update_and_fetch(key, _zeros(0, key.dtype))
+    count = keys.shape[2]
+    blocks = -(-count // size)
+    if most >= blocks:
+        return None
+    # The last blocks are chosen in any case: only whole ones are compared.
+    last = layer.index_local_blocks
+    others = blocks - last
+    scores = queries.astype(mx.float32) @ keys.astype(mx.float32).swapaxes(-1, -2)
+    scores = scores[..., : others * size].reshape(1, heads, 1, others, size).max(axis=-1)
+    indices = mx.stop_gradient(mx.argpartition(-scores, kth=most - last - 1, axis=-1)[..., : most - last])
+    keep = mx.put_along_axis(_last_blocks(heads, blocks, last), indices, mx.array(True), axis=-1)
+    repeats = layer.num_attention_heads // heads
+    keep = mx.broadcast_to(keep[:, :, None, :, :, None], (1, heads, repeats, 1, blocks, size))
+    return keep.reshape(1, heads * repeats, 1, blocks * size)[..., :count]
+
+
+def minimax_m3_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.minimax_m3_vl.Attention, where an indexer chooses blocks of keys."""
+    if mask is not None or cache is None or not _is_token(x, cache[0]):
+        return None
+    own, sparse = cache[0], layer.is_sparse_attn
+    if sparse and not (
+        digest(plain(type(layer)._block_mask)) == _BLOCK_MASK
+        and 0 < layer.index_local_blocks < layer.index_topk_blocks
+        and isinstance(own.offset, int)
+        and own.offset == cache[1].offset
+    ):
+        return None
+    names = ("q_proj", "k_proj", "v_proj")
+    queries, keys, values = products(x, [layer[name] for name in names], alone=not sparse)
+    queries = _heads(queries, layer.num_attention_heads)
+    keys, values = (_heads(part, layer.num_key_value_heads) for part in (keys, values))
+    if layer.use_qk_norm:
+        queries, keys = layer["q_norm"](queries), layer["k_norm"](keys)
+    queries, keys = (layer.rope(heads, offset=own.offset) for heads in (queries, keys))
+    keys, values = own.update_and_fetch(keys, values)
+    if sparse:
+        searching, key = products(x, [layer["index_q_proj"], layer["index_k_proj"]])
+        mask = _chosen_blocks(layer, searching, key, cache[1])
+        # The indexer's cache is computed where nothing reads it, too.
+        own.keys = mx.depends(own.keys, (cache[1].keys, cache[1].values))
+    output = _attention()(queries, keys, values, cache=own, scale=layer.scale, mask=mask)
+    return cast(mx.array, layer["o_proj"](output.transpose(0, 2, 1, 3).reshape(1, 1, -1)))
 
 
 def qwen3_next_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

@@ -7,6 +7,7 @@ mlx-lm's layers are known by their classes' names: who has a model has imported 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ _ACTIVATIONS = {
     "mlx_lm.models.activations.SwigluOAI": "clipped",
 }
 _CLIPPED = (1.702, 7.0)  # of gpt-oss
+_SWITCH_GLU = "e69df5c55fdb4748"  # SwitchGLU.__call__
 _GLU = ("gate_proj", "up_proj", "down_proj")
 # Calls of shared experts: of Qwen3NextMLP and its like, and of DeepSeek-V3's kind.
 _SHARED_EXPERTS = ("2bf452938b26f61d", "a7b836f717147942")
@@ -99,6 +101,17 @@ def gated(glu: Any, x: mx.array, indices: mx.array) -> mx.array | None:
     )
 
 
+def _activated(glu: Any, x: mx.array, indices: mx.array) -> mx.array | None:
+    """The same where the activation is one that no kernel knows, of few tokens."""
+    if indices.size >= _MOST_UNSORTED or _ext.exporting():
+        return None
+    if digest(plain(sys.modules[SWITCH_LAYERS].SwitchGLU.__call__)) != _SWITCH_GLU:
+        return None
+    x, indices = mx.expand_dims(x, (-2, -3)), mx.stop_gradient(indices)
+    up, gate = (glu[name](x, indices, sorted_indices=False) for name in ("up_proj", "gate_proj"))
+    return cast(mx.array, glu.activation(up, gate))
+
+
 def weighted_experts(
     glu: Callable[..., mx.array], x: mx.array, indices: mx.array, weights: mx.array, rounded: bool = False
 ) -> mx.array:
@@ -111,6 +124,8 @@ def weighted_experts(
     known = known and _is_plain(layer["down_proj"])
     known = known and (indices.size < _MOST_UNSORTED or _takes_unsorted(layer["down_proj"], x, indices))
     hidden = gated(layer, x, indices) if known else None
+    if hidden is None and known:
+        hidden = _activated(layer, x, indices)
     if hidden is None:
         y = glu(x, indices)
         total = (y * weights[..., None]).sum(axis=-2)

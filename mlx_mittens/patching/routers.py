@@ -6,6 +6,7 @@ is sharded, or no kernel chooses. `targets` names the classes by what their call
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -27,9 +28,12 @@ __all__ = [
     "gpt_oss_mixture",
     "granite_gate",
     "granite_hybrid_gate",
+    "kimi_k3_mixture",
     "kimi_mixture",
     "longcat_gate",
+    "longcat_mixture",
     "mellum_mixture",
+    "minimax_m3_mixture",
     "mistral4_mixture",
     "mixtral_mixture",
     "olmoe_mixture",
@@ -45,6 +49,8 @@ _V2_GATE = "f5c49a1d2678de7c"
 _V3_GATE = "51d7e60aa00e0751"
 _MISTRAL_SELECT = "9939996accb1007a"  # mistral4_expert_select
 _KIMI_SELECT = "dc9f41c97c84f724"  # _group_expert_select
+_KIMI_K3_SELECT = "8b0610622fc66156"
+_LONGCAT_GATE = "d607c77fa111e1a9"
 
 
 def _logits(router: Any, x: mx.array) -> mx.array:
@@ -189,6 +195,40 @@ def longcat_gate(router: Any, hidden_states: mx.array) -> Any:
     return _ext.try_route_top_k(logits, router.top_k, bias, "softmax", **route)
 
 
+@functools.cache
+def _kinds(ndim: int) -> mx.array:
+    """Whether an expert gives its input, for the ones that do not and those that do."""
+    kinds = mx.array([False, True]).reshape(2, *[1] * ndim)
+    mx.eval(kinds)
+    return kinds
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _by_kinds(indices: mx.array, weights: mx.array, kinds: mx.array, experts: int) -> mx.array:
+    return mx.where((indices >= experts) == kinds, weights, 0.0)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _plus_scaled(y: mx.array, x: mx.array, scale: mx.array) -> mx.array:
+    return y + x * scale
+
+
+def longcat_mixture(block: Any, hidden_states: mx.array) -> mx.array | None:
+    if block.sharding_group is not None or block.zero_expert_type != "identity":
+        return None
+    if digest(call_of(block.router)) != _LONGCAT_GATE:
+        return None
+    chosen = longcat_gate(block.router, hidden_states)
+    if chosen is None:
+        return None
+    weights = chosen[1].astype(hidden_states.dtype)
+    experts = block.n_routed_experts
+    weights, of_input = _by_kinds(chosen[0], weights, _kinds(weights.ndim), experts)
+    # Any expert may stand for one that gives its input: its weight is 0.
+    y = weighted_experts(block.switch_mlp, hidden_states, mx.minimum(chosen[0], experts - 1), weights)
+    return _plus_scaled(y, hidden_states, of_input.sum(axis=-1, keepdims=True))
+
+
 def kimi_mixture(block: Any, x: mx.array) -> mx.array | None:
     options = block.args
     module = sys.modules["mlx_lm.models.kimi_linear"]
@@ -201,6 +241,40 @@ def kimi_mixture(block: Any, x: mx.array) -> mx.array | None:
     route = {"scores": "sigmoid", "renormalize": renormalize, "scale": options.routed_scaling_factor}
     logits, bias = _logits(block.gate, x), block.e_score_correction_bias
     return _with_shared_expert(block.switch_mlp, x, logits, k, bias, block.shared_experts, route)
+
+
+def kimi_k3_mixture(block: Any, x: mx.array) -> mx.array | None:
+    options, module = block.args, sys.modules["mlx_lm.models.kimi_k3"]
+    if block.sharding_group is not None or options.num_expert_group > 1:
+        return None
+    if digest_in(module, "_group_expert_select") != _KIMI_K3_SELECT:
+        return None
+    k = options.num_experts_per_token
+    route = {
+        "scores": "sigmoid",
+        "renormalize": options.moe_renormalize and k > 1,
+        "scale": options.routed_scaling_factor,
+    }
+    logits = _logits(block.gate, x).astype(mx.float32)
+    y = x if block.latent_size is None else block.routed_expert_down_proj(x)
+    y = _weighted(block.switch_mlp, y, logits, k, block.e_score_correction_bias, rounded=True, **route)
+    if y is None:
+        return None
+    if block.routed_expert_norm is not None:
+        y = block.routed_expert_norm(y)
+    if block.latent_size is not None:
+        y = block.routed_expert_up_proj(y)
+    return y if block.shared_experts is None else y + block.shared_experts(x)
+
+
+def minimax_m3_mixture(block: Any, x: mx.array) -> mx.array | None:
+    if block.sharding_group is not None:
+        return None
+    flat = x.reshape(-1, x.shape[-1])
+    route = {"scores": "sigmoid", "renormalize": True, "scale": block.routed_scaling_factor}
+    logits, bias, k = _logits(block.gate, flat), block.e_score_correction_bias, block.num_experts_per_tok
+    y = _with_shared_expert(block.switch_mlp, flat, logits, k, bias, block.shared_experts, route)
+    return None if y is None else y.reshape(x.shape)
 
 
 def _with_shared_expert(

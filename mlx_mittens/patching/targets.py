@@ -794,6 +794,18 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("kimi_linear.KimiMLAAttention",),
     ),
     (
+        attention_layers.kimi_k3_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "ff8b5837fbd60545",
+        ("kimi_k3.KimiK3MLAAttention",),
+    ),
+    (
+        attention_layers.minimax_m3_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "4bef3ecd2f588d39",
+        ("minimax_m3_vl.Attention",),
+    ),
+    (
         attention_layers.longcat_attention,
         ("cache", "scaled_dot_product_attention"),
         "552eb8266e484353",
@@ -853,7 +865,15 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("longcat_flash.LongcatFlashTopkRouter",),
         ("self", "hidden_states"),
     ),
+    (
+        routers.longcat_mixture,
+        "0e7997ba34edcee8",
+        ("longcat_flash.LongcatFlashMoE",),
+        ("self", "hidden_states"),
+    ),
     (routers.kimi_mixture, "b153316c706de4c2", ("kimi_linear.KimiSparseMoE",), ("self", "x")),
+    (routers.kimi_k3_mixture, "a6949ed9b98a3189", ("kimi_k3.KimiK3SparseMoE",), ("self", "x")),
+    (routers.minimax_m3_mixture, "60e4dd62573daafe", ("minimax_m3_vl.SparseMoeBlock",), ("self", "x")),
     (
         routers.granite_gate,
         "3fc5b5c918b88f8f",

@@ -81,7 +81,17 @@ def test_tokens(rng, name, bits):
 
 
 # Mixtures whose shared expert has no gate, and routers with a bias of scores.
-BESIDE = ["dots1", "exaone_moe", "glm4_moe", "kimi_linear", "longcat_flash", "mimo_v2_flash", "mistral4"]
+BESIDE = [
+    "dots1",
+    "exaone_moe",
+    "glm4_moe",
+    "kimi_k3",
+    "kimi_linear",
+    "longcat_flash",
+    "mimo_v2_flash",
+    "minimax_m3_vl",
+    "mistral4",
+]
 
 
 @pytest.mark.parametrize("name", BESIDE)
@@ -217,3 +227,19 @@ def test_groups_of_experts_are_left_alone(rng):
     np.testing.assert_array_equal(np.sort(np.array(indices)), np.sort(np.array(theirs[0])))
     gate.n_group = 2
     assert routers.deepseek_v3_gate(gate, x) is None
+
+
+@pytest.mark.parametrize("name", ["kimi_k3", "longcat_flash", "minimax_m3_vl"])
+def test_gradients_of_mixtures_whose_layers_are_known(rng, name, lenient):
+    model = PAGE["build"](name, mx.float32)
+    kinds = ("SparseMoeBlock", "KimiK3SparseMoE", "LongcatFlashMoE")
+    block = next(part for _, part in model.named_modules() if type(part).__name__ in kinds)
+    x, weights = (mx.array(rng.standard_normal((1, n, 128)).astype(np.float32)) for n in (3, 1))
+
+    def loss(x):
+        return (block(x) * weights).sum()
+
+    expected = mx.grad(loss)(x)
+    with mm.patched():
+        found = mx.grad(loss)(x)
+    assert_near(found, expected, "gradient", LAYERS)
