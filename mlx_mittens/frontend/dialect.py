@@ -128,7 +128,8 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
         text = text.replace(f'"{folder}/', '"')
     problems = notes
     try:
-        words = Text(text, lambdas=options.version >= 320, fences=options.version >= 320)
+        newer, metal4 = options.version >= 320, header is not None or options.version >= STANDARDS["metal4.0"]
+        words = Text(text, lambdas=newer, fences=newer, eights=metal4)
         found_in_text = [place.refined(problem) for problem in words.problems(strict)]
         uncovered = [problem for problem in found_in_text if problem.severity == UNCOVERED]
         if uncovered:
@@ -141,7 +142,7 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
     except CompileError as error:
         return _sorted([*problems, *_own_errors(error.log, file)])
     problems += [place.refined(problem) for problem in _named_twice(translation)]
-    problems += _Compilation(file, text, translation, compiled, strict, options, place, problems).problems()
+    problems += _Compilation(file, text, translation, compiled, strict, options, place, problems, words).problems()
     if strict and not translation.variants and not problems:
         problems.append(Problem(file, 1, _no_kernel(translation), 1))
     return _sorted(problems)
@@ -197,8 +198,10 @@ class _Compilation:
         options: Options,
         place: _Places,
         known: list[Problem],
+        words: Text,
     ):
         self.known = known  # reported already
+        self.eights = words.eights
         self.file, self.translation, self.strict, self.place = file, translation, strict, place
         self.lines = LineMap(text)
         # Without line markers, clang's places are those of the text.
@@ -230,7 +233,7 @@ class _Compilation:
             )
             problems += [self._located(problem) for problem in found]
             known = {(problem.file, problem.line) for problem in self.known}
-            for problem in map(self._located, vectors(code, library)):  # one a line
+            for problem in map(self._located, vectors(code, library, self.eights)):  # one a line
                 if (problem.file, problem.line) not in known:
                     problems.append(problem)
                     known.add((problem.file, problem.line))

@@ -58,7 +58,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*$")
 class Text:
     """The text of a file after the preprocessor."""
 
-    def __init__(self, text: str, lambdas: bool = False, fences: bool = True):
+    def __init__(self, text: str, lambdas: bool = False, fences: bool = True, eights: bool = False):
         reader = _Rewriter(text, {})
         self.tokens, self.partner, self.token = reader.tokens, reader.partner, reader.token
         self.skip, self.commas = reader.after_template_arguments, reader.commas
@@ -67,6 +67,7 @@ class Text:
         reader._members = {}
         self.lambdas = lambdas
         self.fences = fences
+        self.eights = eights  # vectors of eight, in which MLX's kernels of Metal 4 hold fragments
         self.found: list[Problem] = []
         self.doubtful: list[Problem] = []  # what not every one of Apple's compilers refuses
         self.functions: set[str] = set()
@@ -370,7 +371,8 @@ class Text:
         """A vector has 2, 3 or 4 components: `vec<float, 5>`."""
         parts = list(self.commas(i + 2, self.skip(i + 1) - 1))
         size = self.tokens[slice(*parts[1])] if len(parts) == 2 else []
-        if len(size) == 1 and size[0].isdigit() and int(size[0]) not in (2, 3, 4):  # lint_ir sees sizes with names
+        known = ("2", "3", "4", "8") if self.eights else ("2", "3", "4")
+        if len(size) == 1 and size[0].isdigit() and size[0] not in known:  # lint_ir sees sizes with names
             self.report(i, f"a vector has 2 to 4 components, not {size[0]}: write an array")
 
     def _is_uncovered(self, i: int) -> bool:

@@ -40,7 +40,7 @@ BEFORE = {
 }
 # They are parts of others, which are taken.
 PARTS = re.compile(r"steel/conv/loader.*\.h")
-# Matrix units of the M5, by tensors of Metal 4: not covered.
+# Matrix units of the M5, by tensors of Metal 4.
 TENSORS = re.compile(r".*nax.*\.h")
 
 
@@ -71,6 +71,34 @@ def test_kernel_sources_of_mlx_are_taken(name):
 
 def test_the_checked_file_is_that_of_mlx():
     assert "quantized.h" in headers() and len(headers()) > 60
+
+
+OF_METAL_4 = {
+    "steel/gemm/kernels/steel_gemm_fused_nax.h": "gemm, half, 64, 64, 64, 2, 2, false, true, float",
+    "quantized_nax.h": "affine_qmm_t_nax, bfloat16_t, 64, 4, true, false, 64, 64, 64, 2, 2",
+    "steel/attn/kernels/steel_attention_nax.h": "attention_nax, half, 64, 32, 64, 64, 4, 1, half, float",
+}
+
+
+@pytest.mark.parametrize("name", OF_METAL_4)
+def test_kernels_for_matrix_units_are_taken_in_time(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    before = ("utils.h",) if "attn" in name else ("utils.h", "steel/gemm/gemm_nax.h")
+    included = "".join(f'#include "{KERNELS}/{header}"\n' for header in (*before, name))
+    frontend.register_source("metal4.metal", f'{included}instantiate_kernel("test", {OF_METAL_4[name]})\n')
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert dialect.check("metal4.metal", dialect.Options(standard="metal4.0")) == []
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime < 10
+
+
+def test_vectors_of_eight_are_of_metal_4():
+    kernel = "constant constexpr int n = 8;\n[[kernel]] void test(device half* y [[buffer(0)]]) {\n"
+    kernel += "  vec<half, SIZE> v = 1;\n  y[0] = v[7];\n}\n"
+    for size in ("8", "n"):
+        frontend.register_source("eights.metal", HEADER + kernel.replace("SIZE", size))
+        assert dialect.check("eights.metal", dialect.Options(standard="metal4.0")) == []
+        assert "not 8: write an array" in dialect.check("eights.metal")[0].what
 
 
 def test_quantized_kernels_are_checked_in_time(tmp_path, monkeypatch):
