@@ -67,6 +67,8 @@ nb::dict dict_of(const Counts& counts) {
   result["half_matrix_operations"] = counts.half_matrix_operations;
   result["bfloat_matrix_operations"] = counts.bfloat_matrix_operations;
   result["tensor_operations"] = counts.tensor_operations;
+  result["tensor_multiplies"] = counts.tensor_multiplies;
+  result["byte_tensor_multiplies"] = counts.byte_tensor_multiplies;
   result["threadgroup_bytes"] = counts.threadgroup_bytes;
   result["device_bytes_loaded"] = counts.device_bytes_loaded;
   result["params_bytes_loaded"] = counts.params_bytes_loaded;

@@ -63,6 +63,13 @@ enum Memory : unsigned { no_memory = 0, device_memory = 1, threadgroup_memory = 
 // tensors.
 enum Fragments : unsigned char { no_fragments, float_fragments, half_fragments, bfloat_fragments, tensor_fragments };
 
+// The value that a lane brings to a product of cooperative tensors.
+struct TensorMeeting {
+  void* product;
+  unsigned multiplies;  // and adds, of the SIMD-group
+  bool is_of_bytes;
+};
+
 // Which lane of a cooperative tensor holds which elements. It differs between GPUs, so that a kernel has to ask.
 enum TensorLayout : unsigned { layout_of_m5, shuffled_layout };
 

@@ -466,6 +466,12 @@ void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation,
     ++(operation.fragments == abi::tensor_fragments ? counts_.tensor_operations
        : operation.fragments                        ? counts_.matrix_operations
                                                     : counts_.simd_operations);
+    if (operation.fragments == abi::tensor_fragments) {
+      abi::TensorMeeting meeting;
+      std::memcpy(&meeting, rendezvous.lanes[rendezvous.parity].value[0].bytes, sizeof(meeting));
+      counts_.tensor_multiplies += meeting.multiplies;
+      counts_.byte_tensor_multiplies += meeting.is_of_bytes ? meeting.multiplies : 0;
+    }
     counts_.half_matrix_operations += operation.fragments == abi::half_fragments;
     counts_.bfloat_matrix_operations += operation.fragments == abi::bfloat_fragments;
   }

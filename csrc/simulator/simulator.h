@@ -77,6 +77,8 @@ struct Counts {
   uint64_t half_matrix_operations = 0;  // matrix_operations whose operands are both half
   uint64_t bfloat_matrix_operations = 0;  // and of bfloat; the rest is computed in float
   uint64_t tensor_operations = 0;  // products of cooperative tensors, of a simdgroup
+  uint64_t tensor_multiplies = 0;  // multiplies and adds of tensor_operations
+  uint64_t byte_tensor_multiplies = 0;  // of tensor_multiplies those of 8-bit operands
   uint64_t threadgroup_bytes = 0;  // the most that one threadgroup had
   uint64_t device_bytes_loaded = 0;
   uint64_t params_bytes_loaded = 0;  // of device_bytes_loaded: GPUs keep them at hand

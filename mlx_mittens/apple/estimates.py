@@ -113,3 +113,35 @@ def matrix_product(batch: int, m: int, n: int, k: int, dtype: str, size: int, te
         matrix_dtype=dtype,
         tensor_units=tensor_units,
     )
+
+
+def unit_product(batch: int, m: int, n: int, k: int, dtype: str, size: int, is_large: bool = False) -> Work:
+    """MLX's steel GEMM on matrix units: 128 columns of 128 rows a threadgroup, of 64 on large chips.
+
+    A simdgroup has 32x32 of the product. It reads its operands from memory as it multiplies them, 32 of K at a time,
+    and a load of a lane is of four values of a row of 16.
+
+    Args:
+        batch: Products.
+        m: Rows of a product.
+        n: Columns of a product.
+        k: Terms of a sum.
+        dtype: Of the operands; `int8` stands for whatever kernel has the same tiles of bytes.
+        size: Bytes of a value.
+        is_large: Whether the chip is a Max or an Ultra.
+    """
+    rows, columns, simdgroups = (64, 128, 8) if is_large else (128, 128, 16)
+    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+    steps = math.ceil(k / 32)
+    return Work(
+        threadgroups=tiles,
+        threads=LANES * simdgroups,
+        lines=batch * (m * k + k * n + m * n) * size / LINE_BYTES,
+        summed_lines=tiles * ((rows + columns) * k + rows * columns) * size / LINE_BYTES,
+        instructions=tiles
+        * simdgroups
+        * Instructions(matrix=64 * steps, loads=16 * steps, control=2 * steps, integers=6 * steps, stores=8),
+        rounds=steps,
+        matrix_dtype=dtype,
+        tensor_units=True,
+    )

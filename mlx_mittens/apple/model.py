@@ -7,7 +7,7 @@ overlap as the constant `overlap` says:
     second cache   lines summed over threadgroups * 128 B / (32 B * cores * clock)
     issue slots    slots / 4 schedulers / (cores * clock)
     complex unit   cycles of the unit that four schedulers share / (cores * clock)
-    tensor units   operations / (rate reached * cores * clock)
+    tensor units   operations / (rate reached * cores * clock); of 8-bit integers at twice the rate
     dispatch       threadgroups * cycles / (cores * clock)
     latency        a simdgroup's own time, one simdgroup after another in the places that a core has
 
@@ -27,6 +27,8 @@ LINE_BYTES = 128
 LANES = 32
 SCHEDULERS = 4
 MATRIX_FLOP = 2 * 8 * 8 * 8
+# Operations of tensor units on 8-bit integers beside those on half types (tzakharko, A19).
+_BYTE_RATE = 2
 # Constants called early are those of M1 and M2, and later those of the generations from the M3 on.
 _FIRST_LATER = 15
 
@@ -173,7 +175,8 @@ class Work:
         summed_lines: Lines of each threadgroup, summed over threadgroups. 0 means that none is read twice.
         instructions: Executed instructions.
         rounds: Loads that one simdgroup waits for one after another.
-        matrix_dtype: Type of the operands of matrix multiplies: `float32`, `float16` or `bfloat16`.
+        matrix_dtype: Type of the operands of matrix multiplies: `float32`, `float16`, `bfloat16`, or on tensor units
+            `int8`.
         tensor_units: Whether the multiplies are written for tensor units, where the chip has them.
         cached: Whether an earlier launch left the lines in the system cache, so that memory does not bound it.
     """
@@ -196,8 +199,9 @@ class Work:
             raise ValueError(
                 f"a launch has threadgroups of 1 to 1024 threads; these are {self.threadgroups} of {self.threads}"
             )
-        if self.matrix_dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"matrix_dtype is float32, float16 or bfloat16; it is {self.matrix_dtype!r}")
+        known = ("float32", "float16", "bfloat16", *(("int8",) if self.tensor_units else ()))
+        if self.matrix_dtype not in known:
+            raise ValueError(f"matrix_dtype is {' or '.join(known)}; it is {self.matrix_dtype!r}")
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,7 @@ def _terms(work: Work, chip: Chip, constants: Constants) -> Terms:
     tensor = 0.0
     if work.tensor_units and chip.tensor_flop_per_core_cycle is not None:
         reached = chip.tensor_flop_per_core_cycle * constants.tensor_efficiency
+        reached *= _BYTE_RATE if work.matrix_dtype == "int8" else 1
         tensor = i.matrix * MATRIX_FLOP / reached / core_cycles_us
     lines = work.lines + work.fragment_lines * (constants.fragment_store - 1)
     simdgroups_each = math.ceil(work.threads / LANES)

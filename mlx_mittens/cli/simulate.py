@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 print(f"\nNOTE on MLX's kernel\n{note}")
             rows += [json.dumps({"by": "mlx", **_with_names(launch)}) for launch in launches]
             if chips:
-                sides["mlx"] = predictions.Side.of(_peer_of_chips(op, case, dtype, chips, arguments.seed, launches))
+                sides["mlx"] = predictions.Side.of(peer_of_chips(op, case, dtype, chips, arguments.seed, launches))
         except simulator.Fault as fault:  # of MLX's kernels some are known for one that has no effect
             print(f"\nFAULT of MLX's kernel (--no-watch runs it all the same)\n{fault}")
     elif arguments.peer:
@@ -265,7 +265,7 @@ def peer_launches(
         return _recorded(build, seed, watch, gpu or case.gpu, dry)[1]
 
 
-def _peer_of_chips(
+def peer_of_chips(
     op: specs.Op,
     case: specs.Case,
     dtype: mx.Dtype,
@@ -284,7 +284,7 @@ def peer_side(
     if not any(has_peer(op, case, gpu_of(case, chip)) for chip in chips):
         return None
     try:
-        return predictions.Side.of(_peer_of_chips(op, case, dtype, chips, seed))
+        return predictions.Side.of(peer_of_chips(op, case, dtype, chips, seed))
     except simulator.Fault:
         return None
 

@@ -1,4 +1,4 @@
-"""The work of MLX's kernels for matrix units, as the simulator counts it: no compiler here makes machine code of them.
+"""The work of launches that use matrix units, as the simulator counts it: no compiler here makes machine code of them.
 
 Products, loads, stores and barriers are counted. What is not is arithmetic, such as that which unpacks weights, and
 addresses.
@@ -8,43 +8,41 @@ from __future__ import annotations
 
 import math
 
-from ..apple.model import Instructions, Work
+from ..apple.model import MATRIX_FLOP, Instructions, Work
 from .profile import Launch
 
 # What texts say of a launch whose work is this.
 COUNTED = "no machine code: products, loads and stores as the simulator counts them"
-# Each product of these kernels has 16 rows, 32 columns and 16 terms; the model's multiplies have 8 of each.
-_PRODUCT = (16, 32, 16)
-_MULTIPLIES = math.prod(_PRODUCT) // 8**3
 
 
-def is_counted(launch: Launch) -> bool:
-    """Whether a launch is of a kernel of MLX's whose products are all of one known size."""
-    return launch.file.startswith("mlx/") and "_nax" in launch.kernel and bool(launch.counts["tensor_operations"])
+def are_used(launch: Launch) -> bool:
+    """Whether a launch has products of cooperative tensors."""
+    return launch.counts["tensor_multiplies"] > 0
 
 
 def work_of(launch: Launch) -> Work:
     """Work that a launch does at least.
 
     Args:
-        launch: One that `is_counted`.
+        launch: One with products of cooperative tensors.
     """
-    simdgroups = math.prod(launch.threadgroups) * math.ceil(math.prod(launch.threads) / 32)
+    simdgroups = math.ceil(math.prod(launch.threads) / 32)
     waits = [line.executions for line in launch.lines if (line.operation, line.memory) == ("load", "device")]
     counts = launch.counts
+    of_bytes = 2 * counts["byte_tensor_multiplies"] > counts["tensor_multiplies"]
     return Work(
         threadgroups=math.prod(launch.threadgroups),
         threads=math.prod(launch.threads),
         lines=launch.distinct_lines,
         summed_lines=launch.threadgroup_lines,
         instructions=Instructions(
-            matrix=counts["tensor_operations"] * _MULTIPLIES,
+            matrix=2 * counts["tensor_multiplies"] / MATRIX_FLOP,
             loads=launch.device_loads + launch.threadgroup_loads,
             stores=launch.device_stores + launch.threadgroup_stores,
             reductions=counts["simd_operations"],
-            control=counts["threadgroup_barriers"] * math.prod(launch.threads) / 32,
+            control=counts["threadgroup_barriers"] * simdgroups,
         ),
-        rounds=max(waits, default=0) / simdgroups,
-        matrix_dtype="float16",
+        rounds=max(waits, default=0) / (math.prod(launch.threadgroups) * simdgroups),
+        matrix_dtype="int8" if of_bytes else "float16",
         tensor_units=True,
     )

@@ -194,7 +194,18 @@ def _product(operation: Operation, graph: Sequence[Operation]) -> Work:
         batch, m = 1, batch * m
     if m <= _FEW_ROWS:
         return estimates.vector_product(batch * n, k, a.itemsize)
-    return estimates.matrix_product(batch, m, n, k, a.dtype, a.itemsize, tensor_units=True)
+    return _matrix_product(batch, m, n, k, a)
+
+
+def _matrix_product(batch: int, m: int, n: int, k: int, operand: Array) -> Work:
+    """MLX's product of matrices on the GPU that it is planned for."""
+    from ..bench import mlx_matrix_units
+
+    dtype = getattr(mx, operand.dtype)
+    if mlx_matrix_units.are_used(dtype, _CPU):
+        is_large = mlx_matrix_units.gpu(_CPU)["tier"] in ("max", "ultra")
+        return estimates.unit_product(batch, m, n, k, operand.dtype, operand.itemsize, is_large)
+    return estimates.matrix_product(batch, m, n, k, operand.dtype, operand.itemsize)
 
 
 def _attention(operation: Operation, nbytes: float) -> tuple[Estimate, ...]:
@@ -213,8 +224,8 @@ def _attention(operation: Operation, nbytes: float) -> tuple[Estimate, ...]:
         ]
     else:
         pair = [
-            estimates.matrix_product(batch * heads, length, keys, width, q.dtype, q.itemsize, tensor_units=True),
-            estimates.matrix_product(batch * heads, length, v.shape[3], keys, q.dtype, q.itemsize, tensor_units=True),
+            _matrix_product(batch * heads, length, keys, width, q),
+            _matrix_product(batch * heads, length, v.shape[3], keys, q),
         ]
     softmax = estimates.norm(batch * heads * length, keys, 2 * scores * q.itemsize)
     return tuple(Estimate(name, work) for work in (pair[0], softmax, pair[1]))

@@ -82,9 +82,9 @@ class PredictedLaunch:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its work is what the simulator counts, as nothing here compiles MLX's kernels for matrix units."""
+        """Whether its work is what the simulator counts, as nothing here compiles a kernel for matrix units."""
         has_units = self.chip.tensor_flop_per_core_cycle is not None
-        return has_units and self.code is None and matrix_units.is_counted(self.launch)
+        return has_units and self.code is None and matrix_units.are_used(self.launch)
 
     @cached_property
     def work(self) -> Work | None:

@@ -109,6 +109,7 @@ def test_tensor_units():
     work = Work(threadgroups=8, instructions=Instructions(matrix=1e7), matrix_dtype="float16", tensor_units=True)
     check(work, LATER, 2 + 2e7 / 8e3, "tensor units")
     check(work, EARLY, 2 + 1e7 * 17 / 4 / 8e3, "issue slots")  # it has none
+    check(replace(work, matrix_dtype="int8"), LATER, 2 + 1e7 / 8e3, "tensor units")
     check(replace(work, tensor_units=False), LATER, 2 + 1e7 * 17 / 4 / 8e3, "issue slots")
 
 

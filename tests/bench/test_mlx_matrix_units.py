@@ -9,7 +9,9 @@ from helpers.tolerances import PEER
 import mlx_mittens as mm
 from mlx_mittens import _ext, specs
 from mlx_mittens.apple import agx_compiler
+from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.bench import mlx_matrix_units, mlx_metal
+from mlx_mittens.cli import simulate
 from mlx_mittens.cli.main import main
 from mlx_mittens.ops.custom import Output, int32
 from mlx_mittens.simulator import Fault
@@ -153,20 +155,36 @@ def test_they_are_predicted_without_machine_code(draw):
     for launch in launches:
         assert launch.code is None and str(launch).endswith("as the simulator counts them")
         assert launch.on(earlier.chip).prediction is None  # which has no such units
-        products = launch.launch.counts["tensor_operations"]
-        assert launch.work.instructions.matrix == 16 * products
+        assert launch.work.instructions.matrix * 8**3 == launch.launch.counts["tensor_multiplies"]
     of_weights = next(launch for launch in launches if launch.launch.kernel == kernels[0])
-    assert of_weights.launch.counts["tensor_operations"] * 16 * 32 * 16 == 64 * 64 * 128  # a whole tile of rows
+    assert of_weights.launch.counts["tensor_multiplies"] == 64 * 64 * 128  # a whole tile of rows
     assert launches.total.microseconds > sum(launch.prediction.microseconds for launch in launches)
+
+
+CASE = "test 2x2x1x20x37x64 mask=causal"
+
+
+def test_chips_with_and_without_them_have_launches_of_their_own():
+    op = specs.get("scaled_dot_product_attention")
+    case = simulate.find_case(op, CASE)
+    found = simulate.peer_of_chips(op, case, HALF, [find_chip(name) for name in ("m5", "m4-max", "m5-pro")], 0)
+    kernels = [([chip.name for chip in chips], [launch["kernel"] for launch in launches]) for chips, launches in found]
+    rest = "half_64_32_64_64_4_1_half_float", "half_32_32_64_64_4_1_half_float"
+    assert kernels == [(["m5", "m5-pro"], [f"attention_nax_{rest[0]}"]), (["m4-max"], [f"attention_{rest[1]}"])]
 
 
 @needs_compiler
 def test_simulate_shows_them_beside_ours(capsys):
-    case = "test 2x2x1x20x37x64 mask=causal"
-    assert main(["simulate", "scaled_dot_product_attention", case, "--peer", "metal", "--chip", "m4-max,m5"]) == 0
+    assert main(["simulate", "scaled_dot_product_attention", CASE, "--peer", "metal", "--chip", "m5"]) == 0
     out = capsys.readouterr().out
-    assert "MLX: attention_half_32_32_64_64_4_1_half_float (m4-max)\n" in out
-    name = "attention_nax_half_64_32_64_64_4_1_half_float (m5)"
+    name = "attention_nax_half_64_32_64_64_4_1_half_float"
     assert f"MLX: {name}\n    no machine code: products, loads and stores as the simulator counts them\n" in out
-    *_, of_m4, of_m5 = (line.split() for line in out.splitlines() if line.startswith(("m4-max ", "m5 ")))
-    assert len(of_m4) > 3 and float(of_m4[-1]) > 0 and float(of_m5[-1]) > 0
+    (of_m5,) = (line.split() for line in out.splitlines() if line.startswith("m5 "))
+    assert len(of_m5) > 3 and float(of_m5[-1]) > 0
+
+
+def test_a_kernel_that_assumes_the_layout_of_an_m5_is_found_by_another(draw):
+    q = draw(1, 1, 20, 256)
+    with mx.stream(mx.cpu), mm.simulator.enabled(gpu="m5", tensor_layout="shuffled"):
+        with pytest.raises(Fault, match=r"attn/nax\.h:\d+: the left operand .*never asked"):
+            mx.eval(mlx_metal.scaled_dot_product_attention(q, q, q, scale=0.1))

@@ -67,6 +67,8 @@ def test_a_product_in_registers(left, right, result, sizes, tl, tr, mode, shuffl
     expected = product(a, b, tl, tr) + (mode == "multiply_accumulate")
     near(c, expected, {"float": SUM, "half": FLOAT16, "int": 0}[result])
     assert counts["tensor_operations"] == 1 and counts["matrix_operations"] == 0
+    assert counts["tensor_multiplies"] == m * n * k
+    assert counts["byte_tensor_multiplies"] == (m * n * k if left == right == "int8_t" else 0)
 
 
 def test_relaxed_precision_rounds_floats_to_ten_bits(shuffled):

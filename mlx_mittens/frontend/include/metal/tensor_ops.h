@@ -147,22 +147,24 @@ struct TensorProduct {
   __attribute__((no_sanitize("coverage"))) static void combine(abi::Lanes& lanes) {
     TensorProduct* all[abi::simd_width];
     for (unsigned i = 0; i < abi::simd_width; ++i) {
-      __builtin_memcpy(&all[i], lanes.value[i].bytes, sizeof(all[i]));
+      all[i] = static_cast<TensorProduct*>(value_of<abi::TensorMeeting>(lanes.value[i]).product);
     }
     const unsigned guessed = multiply(all, abi::simd_width);
     __builtin_memcpy(lanes.result.bytes, &guessed, sizeof(guessed));
   }
   MITTENS_RUNTIME static void run(TensorProduct product, bool is_of_thread, Site site) {
-    TensorProduct* const pointer = &product;
     product.lane = is_of_thread ? 0 : runtime->thread->lane;
     product.simdgroup = runtime->thread->simdgroup;
     product.is_shuffled = has_shuffled_layout();
     unsigned guessed;
     if (is_of_thread) {
+      TensorProduct* const pointer = &product;
       guessed = multiply(&pointer, 1);
     } else {
-      guessed = value_of<unsigned>(meet(simdgroup_scope, "matmul2d::run", site, MITTENS_CALLER, &pointer,
-                                        sizeof(pointer), combine, abi::tensor_fragments)
+      constexpr unsigned multiplies = m * n * k / (Sums::layout::simdgroups > 1 ? Sums::layout::simdgroups : 1);
+      const abi::TensorMeeting meeting{&product, multiplies, is_byte<typename Left::element_type>};
+      guessed = value_of<unsigned>(meet(simdgroup_scope, "matmul2d::run", site, MITTENS_CALLER, &meeting,
+                                        sizeof(meeting), combine, abi::tensor_fragments)
                                        .result);
     }
     if (guessed) {
