@@ -18,10 +18,22 @@ def register(text: str) -> str:
     return name
 
 
-def run(file, kernel, arguments, threadgroups=1, threads=32, *, watch=True, constants=None, private=False, **options):
+def run(
+    file,
+    kernel,
+    arguments,
+    threadgroups=1,
+    threads=32,
+    *,
+    watch=True,
+    constants=None,
+    private=False,
+    watched=None,
+    **options,
+):
     """Runs a kernel; arguments are arrays or bytes: the last is the output unless they are (role, array) pairs.
 
-    Returns the counts; outputs are written in place.
+    Returns the counts; outputs are written in place. A kernel that is compiled to be watched may run without it.
     """
     pairs = [a if isinstance(a, tuple) else (None, a) for a in arguments]
     last = max((i for i, (_, a) in enumerate(pairs) if isinstance(a, np.ndarray)), default=None)
@@ -30,7 +42,7 @@ def run(file, kernel, arguments, threadgroups=1, threads=32, *, watch=True, cons
         role = role or ("constant" if isinstance(data, bytes) else "output" if i == last else "input")
         data = data.reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data
         triples.append(("", role, data))
-    library = frontend.simulator_library(file, watch, constants, private)
+    library = frontend.simulator_library(file, watch if watched is None else watched, constants, private)
     return _ext.simulate(library, kernel, triples, _triple(threadgroups), _triple(threads), watch=watch, **options)
 
 

@@ -193,9 +193,9 @@ def test_gated_delta(rng):
     where = (file, "test", data, (1, of_values // 64, heads), (32, 4, 1))
     with pytest.raises(Fault, match=r'update_nax\.h:\d+\) at byte \d+ of threadgroup array "gamma_all", .* a race'):
         run(*where, constants={200: False})
-    run(*where, constants={200: False}, watch=False)
+    run(*where, constants={200: False}, watch=False, watched=True)
     with pytest.raises(Fault, match=r"nax_ops\.h:\d+: the left operand .*never asked"):
-        run(*where, constants={200: False}, watch=False, shuffled_tensors=True)
+        run(*where, constants={200: False}, watch=False, watched=True, shuffled_tensors=True)
     wide = [a[0].astype(np.float64) for a in (q, k, v, g, beta)]
     for head in range(heads):
         of_head = [a[:, 0] for a in wide[:2]] + [wide[2][:, head]]
