@@ -1,0 +1,62 @@
+"""`doctor` asks which lane of an M5's SIMD-group holds what, and says whether it is what MLX's kernels assume."""
+
+import json
+
+import mlx.core as mx
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens.cli import matrix_layout
+from mlx_mittens.cli.main import main
+
+
+@pytest.fixture
+def on_cpu():
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+def test_the_layout_that_mlx_assumes_is_told(on_cpu):
+    with mm.simulator.enabled(gpu="m5"):
+        assert matrix_layout.asked() == matrix_layout.assumed()
+        assert matrix_layout.told() == "the layout that MLX's kernels and the simulator assume"
+
+
+def test_each_operand_holds_all_places_once():
+    sizes = {"left": (16, 16), "right": (32, 16), "destination": (16, 32)}
+    for operand, lanes in matrix_layout.assumed().items():
+        places = [place for lane in lanes for place in lane if place != (-1, -1)]
+        rows, columns = sizes[operand]
+        assert sorted(places) == [(row, column) for row in range(rows) for column in range(columns)]
+
+
+def test_another_layout_is_told_with_the_first_place(on_cpu):
+    with mm.simulator.enabled(gpu="m5", tensor_layout="shuffled"):
+        found = matrix_layout.asked()
+        told = matrix_layout.told()
+    lane, i = next(
+        (lane, i)
+        for lane in range(32)
+        for i in range(8)
+        if found["left"][lane][i] != matrix_layout.assumed()["left"][lane][i]
+    )
+    row, column = found["left"][lane][i]
+    assert told.startswith("not the layout that MLX's kernels assume: of the left operand ")
+    assert f"lane {lane} has row and column {row}, {column} as element {i}, " in told
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")
+def test_where_it_cannot_be_asked_for_the_reason_is_told(on_cpu):
+    assert matrix_layout.told().startswith("the layout of matrix units could not be asked for: ")
+
+
+@pytest.mark.parametrize("gpu, asks", [("m5", True), ("m4-max", False)])
+def test_doctor_asks_where_there_are_matrix_units(on_cpu, tmp_path, capsys, gpu, asks):
+    file = tmp_path / "doctor.json"
+    with mm.simulator.enabled(gpu=gpu):
+        assert main(["doctor", "--quick", "--ops", "softmax", "--device", "cpu", "--json", str(file)]) == 0
+    told = "the layout that MLX's kernels and the simulator assume"
+    assert json.loads(file.read_text())["matrix_units"] == (told if asks else None)
+    assert (f"matrix units  {told}" in capsys.readouterr().out) == asks
