@@ -55,6 +55,7 @@ CASES = (
     Counted("sample", "test 5x515"),
     Counted("sample", "test 1x9001 temperature=0.0"),
     Counted("sample", "test 1x9001 temperature=0.0 logprobs=all"),
+    Counted("sample", "test 1x9001 temperature=0.0 repetition_penalty=1.3 masks=True"),
     Counted("rms_norm", "130x1030 vjp"),
     Counted("gemv", "1x1024x1024"),
     Counted("gemv", "1x600x72 transpose=False"),

@@ -96,8 +96,9 @@ _PLACES = (
         ("softcap.cpp",), ("test_softcap.py",),
     ),
     Place(
-        ("sample",), "sampling", "sample.cpp", ("plan.cpp",), ("sample.metal", "sample_logprobs.metal"),
-        ("sample.cpp",), ("test_sample.py",),
+        ("sample",), "sampling", "sample.cpp", ("plan.cpp",),
+        ("sample.metal", "sample_adjusted.metal", "sample_logprobs.metal"),
+        ("sample.cpp", "adjust_logits.cpp"), ("test_sample.py", "test_penalties.py"),
     ),
     Place(
         ("matmul", "gemv"), "matmul", "gemv.cpp", ("plan.cpp",),

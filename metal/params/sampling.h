@@ -31,4 +31,34 @@ struct SampleParams {
   float inverse_temperature;
 };
 
+// A penalty for tokens that are among the last ones of a row.
+struct PenaltyParams {
+  uint32_t context;  // of so many last tokens; 0 where there is no penalty
+  uint32_t step;  // from a row's number to the next one's: 0 where all rows share it
+  uint32_t is_given;  // whether the numbers are in an array
+  float value;  // the number where they are not, rounded to the type of the logits
+};
+
+// What is done to logits before anything else.
+struct AdjustParams {
+  uint32_t columns;
+  uint32_t phase;
+  uint32_t splits;  // threadgroups that share a row
+  uint32_t packs_per_split;
+  uint32_t tokens;  // of a row
+  uint32_t token_step;  // from the tokens of a row to the next one's: 0 where all rows share them
+  uint32_t token_words;  // 32-bit words of a token
+  uint32_t context;  // the last tokens that any penalty counts
+  uint32_t has_mask;
+  uint32_t mask_step;  // words from the mask of a row to the next one's
+  PenaltyParams repetition;
+  PenaltyParams presence;
+  PenaltyParams frequency;
+};
+
+struct AdjustedSampleParams {
+  AdjustParams adjust;
+  SampleParams sample;
+};
+
 }  // namespace mittens

@@ -21,7 +21,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "norm_add_norm": ("norm/norm_add_norm.metal", "norm/clipped_norm_add_norm.metal", "norm/norm_vjp.metal"),
     "qk_norm": ("norm/qk_norm.metal", "norm/norm_vjp.metal"),
     "softcap": ("norm/softcap.metal",),
-    "sample": ("sampling/sample.metal", "sampling/sample_logprobs.metal"),
+    "sample": ("sampling/sample.metal", "sampling/sample_adjusted.metal", "sampling/sample_logprobs.metal"),
     "matmul": _DENSE_PRODUCTS,
     "gemv": _DENSE_PRODUCTS,
     "quantized_matmul": (

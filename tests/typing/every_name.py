@@ -78,6 +78,7 @@ def attention(q: mx.array, packed: Packed) -> None:
     assert_type(mm.ssm_update(q, q, q, q, q, q, q), tuple[mx.array, mx.array])
     assert_type(mm.sample(q, temperature=0.7), mx.array)
     assert_type(mm.sample(q, logprobs=True), tuple[mx.array, mx.array])
+    assert_type(mm.sample(q, mask=q, tokens=q, repetition_penalty=1.1, presence_penalty=q), mx.array)
     assert_type(mm.sample(q, logprobs="all"), tuple[mx.array, mx.array])
 
 

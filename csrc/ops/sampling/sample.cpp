@@ -7,13 +7,16 @@
 #include <variant>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 
+#include "cpu/adjust_logits.h"
 #include "cpu/sample.h"
 #include "mlx/ops.h"
 #include "mlx/random.h"
+#include "ops/sampling/adjustment.h"
 #include "ops/sampling/plan.h"
 #include "ops/sampling/sample.h"
 #include "params/sampling.h"
@@ -37,6 +40,7 @@ namespace {
 constexpr const char* op = "sample";
 const Name file = "sampling/sample.metal";
 const Name logprobs_file = "sampling/sample_logprobs.metal";
+const Name adjusted_file = "sampling/sample_adjusted.metal";
 const Name combine_kernel = "sample_combine";
 
 constexpr int most_columns = (1 << 20) - 1;  // so many exponentials add up in 64 bits
@@ -50,6 +54,7 @@ struct SampleOptions {
   bool greedy;
   int logprobs;  // kNoLogprobs, of the tokens, or of all logits
   bool splits_key;  // whether numbers are drawn by the second half of the key's split
+  AdjustOptions adjust;
 
   bool operator==(const SampleOptions&) const = default;
 
@@ -121,14 +126,6 @@ Arrays compose_sample(const mx::array& logits, const std::optional<mx::array>& k
   return {tokens, mx::subtract(drawn, mx::logsumexp(wide, -1, false, s), s)};
 }
 
-// As a number that is added to an array of the type, which mx rounds to it.
-float rounded_to(double number, mx::Dtype dtype) {
-  const float v = static_cast<float>(number);
-  return dtype == mx::float16    ? static_cast<float>(static_cast<mx::float16_t>(v))
-         : dtype == mx::bfloat16 ? static_cast<float>(static_cast<mx::bfloat16_t>(v))
-                                 : v;
-}
-
 // The least share of 2^-32 is one: 0 would keep all.
 uint32_t in_shares(double top_p) {
   return static_cast<uint32_t>(std::clamp(top_p * 0x1p32, top_p > 0 ? 1.0 : 0.0, 0x1p32 - 1));
@@ -171,8 +168,9 @@ Problem sample_problem(const mx::array& logits, const SampleOptions& options, mx
   return {op, dtype, format, {problem_size(leading_size(logits, 1)), problem_size(logits.shape(-1)), 1, 1}};
 }
 
-// logits [.., columns] and, unless greedy, key [2] -> tokens [..], their logarithmic probabilities or those of all
-// logits where these are asked for, and a workspace.
+// logits [.., columns], unless greedy key [2], and the arrays of an adjustment -> tokens [..], their logarithmic
+// probabilities or those of all logits where these are asked for, a workspace, the adjusted logits and room for counts
+// where there is an adjustment.
 class Sample : public KernelPrimitive {
  public:
   Sample(mx::Stream stream, const SampleOptions& options, bool has_workspace)
@@ -195,6 +193,7 @@ class Sample : public KernelPrimitive {
     if (has_workspace_) {
       shapes.push_back(workspace_shape(inputs[0]));
     }
+    shapes.insert(shapes.end(), adjust_outputs(), inputs[0].shape());
     return shapes;
   }
 
@@ -205,6 +204,10 @@ class Sample : public KernelPrimitive {
       dtypes.push_back(logprobs == kAllLogprobs ? inputs[0].dtype() : mx::float32);
     }
     dtypes.resize(dtypes.size() + primitive->has_workspace_, mx::float32);
+    if (primitive->options_.adjust.any()) {
+      dtypes.insert(dtypes.end(), {inputs[0].dtype(), mx::uint32});
+      dtypes.resize(dtypes.size() - !primitive->options_.adjust.has_tokens, mx::uint32);
+    }
     return mx::array::make_arrays(primitive->output_shapes(inputs), dtypes, primitive, inputs);
   }
 
@@ -214,7 +217,9 @@ class Sample : public KernelPrimitive {
     const mx::array& tokens = outputs[0];
     const bool of_all = options_.logprobs == kAllLogprobs;
     const mx::array* logprobs = options_.logprobs != kNoLogprobs ? &outputs[1] : nullptr;
-    const mx::array* workspace = has_workspace_ ? &outputs.back() : nullptr;
+    const mx::array* workspace = has_workspace_ ? &outputs[1 + (logprobs != nullptr)] : nullptr;
+    const AdjustOptions& adjust = options_.adjust;
+    const mx::array* adjusted = adjust.any() ? &outputs[outputs.size() - adjust_outputs()] : nullptr;
     const uint32_t packs = packs_of(logits);
     const uint32_t rows = logits.size() / logits.shape(-1);
     const bool greedy = options_.greedy;
@@ -222,7 +227,7 @@ class Sample : public KernelPrimitive {
     SampleParams params{
         .columns = static_cast<uint32_t>(logits.shape(-1)),
         .size = static_cast<uint32_t>(logits.size()),
-        .phase = phase_of(logits),
+        .phase = adjusted ? 0 : phase_of(logits),
         .splits = workspace ? static_cast<uint32_t>(workspace->shape(1)) : 1,
         .packs_per_split = packs,
         .greedy = greedy,
@@ -238,23 +243,35 @@ class Sample : public KernelPrimitive {
     constexpr uint32_t simdgroup = 32;
 
     Launch sample;
-    sample.file = file;
-    sample.kernel = kernel_name(logits.dtype(), op);
+    sample.file = adjusted ? adjusted_file : file;
+    sample.kernel = adjusted ? kernel_name(logits.dtype(), op, "adjusted") : kernel_name(logits.dtype(), op);
     sample.threadgroups = {rows * params.splits, 1, 1};
     sample.threads = {std::min(ceil_divide(packs, simdgroup) * simdgroup, uint32_t(kSampleThreads)), 1, 1};
     sample.input(logits).input_if(!greedy, inputs[greedy ? 0 : 1]);
     if (!workspace) {
       sample.output(tokens).output_if(logprobs, logits).stand_in(logits);
-      return in_order(std::move(sample.params(params)));
+    } else {
+      sample.stand_in(logits).stand_in(logits).output(*workspace);
     }
-    sample.stand_in(logits).stand_in(logits).output(*workspace).params(params);
+    if (adjusted) {
+      const AdjustOptions::Given given = adjust.given(inputs, 1 + !greedy);
+      sample.output(*adjusted);
+      add_counts(sample, outputs);
+      add_adjustment(sample, logits, given);
+      sample.params(AdjustedSampleParams{adjust_params(logits, adjust, given, params.splits), params});
+    } else {
+      sample.params(params);
+    }
+    if (!workspace) {
+      return in_order(std::move(sample));
+    }
     Launch combine;
     if (of_all) {
       combine.file = logprobs_file;
       combine.kernel = kernel_name(logits.dtype(), op, "logprobs");
       combine.threads = sample.threads;
       combine.threadgroups = {rows, ceil_divide(packs, combine.threads.x), 1};
-      combine.input(logits).input(*workspace).output(tokens).output(*logprobs).params(params);
+      combine.input(adjusted ? *adjusted : logits).input(*workspace).output(tokens).output(*logprobs).params(params);
       return in_order(std::move(sample), std::move(combine));
     }
     combine.file = file;
@@ -270,24 +287,54 @@ class Sample : public KernelPrimitive {
     const size_t columns = logits.shape(-1);
     const cpu::SampleOptions options{filters_of(logits, options_), options_.inverse_temperature, options_.greedy,
                                      options_.splits_key};
-    return [options, columns, type = native_type(logits.dtype()), x = data_of(logits),
+    const AdjustOptions& adjust = options_.adjust;
+    const AdjustOptions::Given given = adjust.given(inputs, 1 + !options.greedy);
+    const cpu::Adjustment adjustment = adjust.any() ? native_adjustment(logits, adjust, given) : cpu::Adjustment{};
+    void* adjusted = adjust.any() ? data_of(outputs[outputs.size() - adjust_outputs()]) : nullptr;
+    return [options, adjustment, adjusted, columns, type = native_type(logits.dtype()), x = data_of(logits),
             key = options.greedy ? nullptr : inputs[1].data<uint32_t>(), tokens = outputs[0].data<uint32_t>(),
             logprobs = options_.logprobs == kTokenLogprobs ? outputs[1].data<float>() : nullptr,
-            all = options_.logprobs == kAllLogprobs ? data_of(outputs[1]) : nullptr, rows = logits.size() / columns] {
-      cpu::sample(type, x, key, tokens, logprobs, all, rows, columns, options);
+            all = options_.logprobs == kAllLogprobs ? data_of(outputs[1]) : nullptr, rows = logits.size() / columns,
+            counts = adjust.has_tokens ? outputs.back().data<uint32_t>() : nullptr] {
+      if (adjusted) {
+        cpu::adjust_logits(type, x, adjusted, counts, rows, columns, adjustment);
+      }
+      cpu::sample(type, adjusted ? adjusted : x, key, tokens, logprobs, all, rows, columns, options);
     };
   }
 
   Arrays composed(const Arrays& inputs) override {
     const auto key = options_.greedy ? std::nullopt : std::optional(inputs[1]);
-    Arrays outputs = compose_sample(inputs[0], key, options_, stream());
+    const AdjustOptions& adjust = options_.adjust;
+    const mx::array logits = compose_adjusted(inputs[0], adjust, adjust.given(inputs, 1 + !options_.greedy), stream());
+    Arrays outputs = compose_sample(logits, key, options_, stream());
     if (has_workspace_) {
       outputs.push_back(mx::zeros(workspace_shape(inputs[0]), mx::float32, stream()));
+    }
+    if (adjust.any()) {
+      outputs.push_back(logits);
+    }
+    if (adjust.has_tokens) {
+      outputs.push_back(mx::zeros(logits.shape(), mx::uint32, stream()));
     }
     return outputs;
   }
 
  private:
+  // The adjusted logits, and counts of tokens.
+  size_t adjust_outputs() const {
+    return options_.adjust.any() + options_.adjust.has_tokens;
+  }
+
+  // The kernel sets the counts of its tokens alone.
+  void add_counts(Launch& launch, Arrays& outputs) {
+    if (options_.adjust.has_tokens) {
+      launch.update(outputs.back());
+    } else {
+      launch.stand_in(outputs.back());
+    }
+  }
+
   mx::Shape workspace_shape(const mx::array& logits) {
     const int rows = static_cast<int>(logits.size() / std::max(logits.shape(-1), 1));
     return {rows, static_cast<int>(rows == 0 ? 1 : plan_splits(logits, options_, stream())), partial_size};
@@ -348,9 +395,16 @@ float inverse_of(double temperature) {
 
 // drawn_by: the key of the tokens, or the state that is split for it; none where temperature is 0.
 Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn_by, bool splits_key,
-                  double temperature, int top_k, double top_p, double min_p, int logprobs, mx::StreamOrDevice where) {
+                  double temperature, int top_k, double top_p, double min_p, const Adjustment& adjustment, int logprobs,
+                  mx::StreamOrDevice where) {
   const mx::Dtype dtype = checked_dtype(logits);
   const mx::Stream stream = checks::checked_stream(op, where);
+  Arrays inputs = {logits};
+  if (drawn_by) {
+    inputs.push_back(*drawn_by);
+  }
+  const size_t before = inputs.size();
+  const AdjustOptions adjust = add_adjustment(op, logits, adjustment, inputs, stream);
   const SampleOptions options{
       .inverse_temperature = inverse_of(temperature),
       .top_k = top_k,
@@ -359,6 +413,7 @@ Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn
       .greedy = temperature == 0,
       .logprobs = logprobs,
       .splits_key = splits_key,
+      .adjust = adjust,
   };
   if (logits.size() == 0) {
     const mx::Shape shape = without_columns(logits);
@@ -366,17 +421,17 @@ Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn
         logprobs == kAllLogprobs ? mx::zeros_like(logits, stream) : mx::zeros(shape, mx::float32, stream);
     return sampled({mx::zeros(shape, mx::uint32, stream), none}, logprobs);
   }
+  const auto by_mx = [&] {
+    const mx::array adjusted = compose_adjusted(logits, adjust, adjust.given(inputs, before), stream);
+    return sampled(compose_sample(adjusted, drawn_by, options, stream), logprobs);
+  };
   const bool too_large = logits.shape(-1) > most_columns || logits.size() > std::numeric_limits<uint32_t>::max();
   if (!has_kernels(dtype) || too_large) {
     fall_back(op, too_large ? "too many logits" : "float64");
-    return sampled(compose_sample(logits, drawn_by, options, stream), logprobs);
+    return by_mx();
   }
-  if (prefer_mx(sample_problem(logits, options, dtype), nullptr, stream)) {
-    return sampled(compose_sample(logits, drawn_by, options, stream), logprobs);
-  }
-  Arrays inputs = {logits};
-  if (drawn_by) {
-    inputs.push_back(*drawn_by);
+  if (!adjust.any() && prefer_mx(sample_problem(logits, options, dtype), nullptr, stream)) {
+    return by_mx();
   }
   const bool has_workspace = needs_workspace(logits, options, stream);
   return sampled(Sample::outputs_of(std::make_shared<Sample>(stream, options, has_workspace), inputs), logprobs);
@@ -384,7 +439,7 @@ Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn
 
 // logprobs: kNoLogprobs, kTokenLogprobs or kAllLogprobs.
 Sampled sample_with(const mx::array& logits, const std::optional<mx::array>& key, double temperature, int top_k,
-                    double top_p, double min_p, int logprobs, mx::StreamOrDevice where) {
+                    double top_p, double min_p, const Adjustment& adjustment, int logprobs, mx::StreamOrDevice where) {
   checked_dtype(logits);
   const float inverse = inverse_of(temperature);
   if (!(temperature >= 0) || !std::isfinite(inverse) || inverse == 0) {
@@ -398,10 +453,11 @@ Sampled sample_with(const mx::array& logits, const std::optional<mx::array>& key
   if (key) {
     check_key(*key);
   }
+  check_adjustment(op, logits, adjustment);
   checks::checked_stream(op, where);  // before mx.random goes on
   const auto by = [&](const std::optional<mx::array>& drawn_by, bool splits_key) {
     static const auto function = for_any_shape(op, &sample_by);
-    return function(logits, drawn_by, splits_key, temperature, top_k, top_p, min_p, logprobs, where);
+    return function(logits, drawn_by, splits_key, temperature, top_k, top_p, min_p, adjustment, logprobs, where);
   };
   if (temperature == 0) {
     return by(std::nullopt, false);
@@ -411,7 +467,9 @@ Sampled sample_with(const mx::array& logits, const std::optional<mx::array>& key
 }
 
 Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, double temperature, int top_k,
-               double top_p, double min_p, const std::variant<bool, std::string>& logprobs, mx::StreamOrDevice where) {
+               double top_p, double min_p, const std::optional<mx::array>& mask, const std::optional<mx::array>& tokens,
+               const Penalty& repetition, const Penalty& presence, const Penalty& frequency,
+               const std::variant<bool, std::string>& logprobs, mx::StreamOrDevice where) {
   int wanted = kNoLogprobs;
   if (const auto* name = std::get_if<std::string>(&logprobs)) {
     if (*name != "all") {
@@ -421,12 +479,15 @@ Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, dou
   } else if (std::get<bool>(logprobs)) {
     wanted = kTokenLogprobs;
   }
-  return sample_with(logits, key, temperature, top_k, top_p, min_p, wanted, where);
+  const Adjustment adjustment{mask, tokens, {repetition, presence, frequency}};
+  return sample_with(logits, key, temperature, top_k, top_p, min_p, adjustment, wanted, where);
 }
 
 void bind(nb::module_& module) {
   module.def(op, &sample, "logits"_a, "key"_a = nb::none(), nb::kw_only(), "temperature"_a = 1.0, "top_k"_a = 0,
-             "top_p"_a = 0.0, "min_p"_a = 0.0, "logprobs"_a = false, "stream"_a = nb::none());
+             "top_p"_a = 0.0, "min_p"_a = 0.0, "mask"_a = nb::none(), "tokens"_a = nb::none(),
+             "repetition_penalty"_a = 1.0, "presence_penalty"_a = 0.0, "frequency_penalty"_a = 0.0,
+             "logprobs"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);
@@ -435,12 +496,12 @@ const Register registered(bind);
 
 std::pair<mx::array, mx::array> sample_with_logprobs(const mx::array& logits, double temperature, int top_k,
                                                      double top_p, double min_p, mx::StreamOrDevice where) {
-  return std::get<1>(sample_with(logits, std::nullopt, temperature, top_k, top_p, min_p, kAllLogprobs, where));
+  return std::get<1>(sample_with(logits, std::nullopt, temperature, top_k, top_p, min_p, {}, kAllLogprobs, where));
 }
 
 mx::array sample_tokens(const mx::array& logits, double temperature, int top_k, double top_p, double min_p,
                         mx::StreamOrDevice where) {
-  return std::get<0>(sample_with(logits, std::nullopt, temperature, top_k, top_p, min_p, kNoLogprobs, where));
+  return std::get<0>(sample_with(logits, std::nullopt, temperature, top_k, top_p, min_p, {}, kNoLogprobs, where));
 }
 
 }  // namespace mittens

@@ -14,7 +14,7 @@ from verification.fuzz.trial import Trial
 
 import mlx_mittens as mm
 from mlx_mittens.specs import EPSILON
-from mlx_mittens.specs.sampling import first_largest, gumbel, kept
+from mlx_mittens.specs.sampling import PENALTIES, adjusted, first_largest, gumbel, kept
 
 EPSILON32 = EPSILON[mx.float32]
 MODES = {"forward": 0.5, "compiled": 0.15, "state": 0.15, "vmap": 0.2}
@@ -32,6 +32,30 @@ def _options(draw: Draw) -> dict[str, Any]:
     if draw.chance(0.3):
         options["min_p"] = draw.pick((0.0, 1e-9, 0.01, 0.1, 0.9, 1.0, float(draw.rng.random())))
     return options
+
+
+def _adjustments(draw: Draw, shape: list[int]) -> tuple[dict[str, mx.array], dict[str, float]]:
+    """Arrays of penalties and masks for logits of a shape, each with the same first dimension, and numbers."""
+    lead, columns = shape[:-1], shape[-1]
+    arrays, numbers = {}, {}
+    if draw.chance(0.5):
+        words = draw.rng.integers(0, 2**32, (*lead, -(-columns // 32)), dtype=np.uint32)
+        few = draw.rng.integers(0, 2**32, words.shape, dtype=np.uint32)
+        mask = draw.pick((words, words & few & np.roll(few, 1), words | few, np.zeros_like(words)), (4, 3, 3, 1))
+        arrays["mask"] = mx.array(mask.view(draw.pick((np.uint32, np.int32))))
+    if draw.chance(0.6):
+        count = draw.pick((0, 1, 3, 20, 300), (1, 2, 4, 8, 2))
+        tokens = draw.rng.integers(0, draw.pick((columns, min(columns, 8))), (*lead, count))
+        outside = draw.rng.choice([-1, columns, -(2**31), 2**31 - 1], tokens.shape)
+        tokens = np.where(draw.rng.random(tokens.shape) < draw.pick((0.0, 0.2, 1.0), (3, 5, 1)), outside, tokens)
+        arrays["tokens"] = mx.array(tokens.astype(draw.pick((np.int32, np.int64))))
+        for name in PENALTIES:
+            choices = (0.0, 1.0, 1.3, 0.5) if name == "repetition_penalty" else (0.0, 0.5, -0.7, 2.0)
+            if draw.chance(0.3):
+                arrays[name] = mx.array(draw.rng.choice(choices, lead).astype(np.float32))
+            elif draw.chance(0.6):
+                numbers[name] = draw.pick(choices)
+    return arrays, numbers
 
 
 def _shape(draw: Draw) -> list[int]:
@@ -141,33 +165,51 @@ def sample(draw: Draw) -> Trial:
     keys = draw.rng.integers(0, 2**32, (count, 2), dtype=np.uint32)
     batched_keys, seed = mode == "vmap" and draw.chance(0.5), draw.integer(0, 2**31)
     logits = draw.array(draw.numbers(shape, kind), dtype)
-    text = describe([logits], draw, numbers=kind, options=options, logprobs=logprobs, keys=keys.tolist(), seed=seed)
+    arrays, numbers = _adjustments(draw, shape) if draw.chance(0.4) else ({}, {})
+    text = describe(
+        [logits, *arrays.values()],
+        draw,
+        numbers=kind,
+        options={**options, **numbers},
+        given=list(arrays),
+        logprobs=logprobs,
+        keys=keys.tolist(),
+        seed=seed,
+    )
 
     def outputs(result: mx.array | tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array | None]:
         return result if isinstance(result, tuple) else (result, None)
 
-    def called(*arrays: mx.array) -> mx.array | tuple[mx.array, mx.array]:
-        return mm.sample(*arrays, **options, logprobs=logprobs)
+    def called(logits: mx.array, *others: mx.array) -> mx.array | tuple[mx.array, mx.array]:
+        key, given = others[len(arrays) :], dict(zip(arrays, others, strict=False))
+        return mm.sample(logits, *key, **options, **numbers, **given, logprobs=logprobs)
 
     def run() -> str | None:
         key = mx.array(keys[0])
         function: Callable[..., Any] = called
+        given = {name: np.array(a) for name, a in arrays.items() if name in PENALTIES}
+        of_rows = {name: a for name, a in arrays.items() if name not in PENALTIES}
+        changed = logits
+        if arrays and logits.size:
+            changed = mx.array(adjusted(logits, **of_rows, **given, **numbers).astype(np.float32)).astype(dtype)
+        inputs = (logits, *arrays.values())
         if mode == "vmap":
             key = mx.array(keys) if batched_keys else key
-            tokens, likely = outputs(mx.vmap(function, in_axes=(0, 0 if batched_keys else None))(logits, key))
+            in_axes = (*[0] * len(inputs), 0 if batched_keys else None)
+            tokens, likely = outputs(mx.vmap(function, in_axes=in_axes)(*inputs, key))
             for i in range(count):
                 own_key = key[i] if batched_keys else key
-                wrong = why_wrong(logits[i], own_key, options, tokens[i], None if likely is None else likely[i])
+                wrong = why_wrong(changed[i], own_key, options, tokens[i], None if likely is None else likely[i])
                 if wrong:
                     return f"element {i} of {count}: {wrong}"
             return None
         if mode == "state":
             mx.random.seed(seed)
             key = mx.random.split(mx.random.key(seed))[1]
-            return why_wrong(logits, key, options, *outputs(function(logits)))
+            return why_wrong(changed, key, options, *outputs(function(*inputs)))
         if mode == "compiled":
             function = mx.compile(called)
-            mx.eval(function(logits, key))
-        return why_wrong(logits, key, options, *outputs(function(logits, key)))
+            mx.eval(function(*inputs, key))
+        return why_wrong(changed, key, options, *outputs(function(*inputs, key)))
 
     return Trial(mode, text, run)

@@ -4,6 +4,7 @@
 
 #include "cpu/isa/rows.h"
 #include "cpu/isa/sampling/log_softmax.h"
+#include "cpu/isa/sampling/rounding.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
@@ -137,13 +138,6 @@ MITTENS_INLINE float value_of(uint32_t key) {
   float v;
   __builtin_memcpy(&v, &bits, sizeof(v));
   return v;
-}
-
-template <typename T>
-MITTENS_INLINE float round_one(float v) {
-  alignas(64) T rounded[unit];
-  store(rounded, Floats{Float{} + v, Float{} + v});
-  return load_in_order(rounded)[0];
 }
 
 // ---- lists of logits ----
