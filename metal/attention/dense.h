@@ -23,17 +23,22 @@ inline Dense<T, E> head_of(const device T* elements, constant TokenRows& rows, A
       uint(rows.token >> shift)};
 }
 
-template <typename Shape, typename T>
-inline Dense<T, run_size(Shape::width, 4, 16 / int(sizeof(T)))> keys_of(
-    const device T* keys, constant AttentionParams& params, AttentionPlace place) {
-  return head_of<T, run_size(Shape::width, 4, 16 / int(sizeof(T)))>(keys, params.key, place, 0);
+// Elements of a run of `columns` that `lanes` share: 16 bytes at most.
+template <typename T>
+constexpr int dense_run(int columns, int lanes) {
+  return run_size(columns, lanes, 16 / int(sizeof(T)));
 }
 
 template <typename Shape, typename T>
-inline Dense<T, run_size(Shape::columns, 8, 16 / int(sizeof(T)))> values_of(
+inline Dense<T, dense_run<T>(Shape::width, 4)> keys_of(
+    const device T* keys, constant AttentionParams& params, AttentionPlace place) {
+  return head_of<T, dense_run<T>(Shape::width, 4)>(keys, params.key, place, 0);
+}
+
+template <typename Shape, typename T>
+inline Dense<T, dense_run<T>(Shape::columns, 8)> values_of(
     const device T* values, constant AttentionParams& params, AttentionPlace place) {
-  return head_of<T, run_size(Shape::columns, 8, 16 / int(sizeof(T)))>(
-      values, params.value, place, place.slice * Shape::columns);
+  return head_of<T, dense_run<T>(Shape::columns, 8)>(values, params.value, place, place.slice * Shape::columns);
 }
 
 }  // namespace mittens

@@ -27,21 +27,10 @@ template <typename T, int bits, int E>
 inline Affine<T, bits, E> head_of(
     const device uint* words, const device T* scales, const device T* biases, constant TokenRows& rows,
     constant TokenRows& scale_rows, constant TokenRows& bias_rows, uint group_shift, AttentionPlace place) {
-  using Integers = typename Affine<T, bits, E>::Integers;
-  constexpr int of_word = 32 / bits;
-  constexpr uint runs = E < of_word ? of_word / E : 1;  // of a word
-  constexpr uint words_of = E < of_word ? 1 : E / of_word;  // of a run
   return Affine<T, bits, E>{
-      (const device Integers*)words,
-      scales,
-      biases,
-      start_of(rows, place) * runs / words_of,
-      uint(rows.token) * runs / words_of,
-      start_of(scale_rows, place),
-      uint(scale_rows.token),
-      start_of(bias_rows, place),
-      uint(bias_rows.token),
-      group_shift};
+      {words, scales, biases, uint(rows.token), uint(scale_rows.token), uint(bias_rows.token)},
+      group_shift,
+      {start_of(rows, place), start_of(scale_rows, place), start_of(bias_rows, place)}};
 }
 
 // Integers of a run of `columns` that `lanes` share: 16 bytes, and no more than a group.

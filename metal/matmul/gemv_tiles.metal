@@ -25,6 +25,7 @@
 #include "matmul/splitk_mma.h"
 #include "mittens/instantiate.h"
 #include "mittens/pack.h"
+#include "mittens/source/dense.h"
 #include "params/matmul.h"
 
 using namespace metal;
@@ -50,8 +51,9 @@ inline uint output_of(uint row) {
 }
 
 // What a lane loads of a run of a block's weights: a half run of two outputs, and then both of one.
+template <typename T>
 struct LaneWeights {
-  uint4 halves[2];
+  typename Dense<T>::Run halves[2];
 };
 
 // A lane's right operands of a half run.
@@ -62,26 +64,29 @@ struct LaneRows {
 
 // left: columns from the lane's first one on. whole: all of them are there.
 template <bool whole, typename T, int N, int U>
-inline void load_weights(const device T* w, uint stride, int left, thread LaneWeights (&to)[U][N]) {
+inline void load_weights(Dense<T> w, int left, thread LaneWeights<T> (&to)[U][N]) {
 #pragma unroll
   for (int i = 0; i < U; ++i) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        to[i][n].halves[h] = uint4(0);
+        to[i][n].halves[h].at[0] = uint4(0);
         if (whole || i * run<T>() < left) {
-          to[i][n].halves[h] = load_pack(w + (n * tile + h * tile / 2) * stride + i * run<T>(), true);
+          to[i][n].halves[h] = w.load(0, n * tile + h * tile / 2, i * run<T>());
         }
       }
     }
   }
 }
 
-inline void swap_halves(thread LaneWeights& weights, bool odd) {
-  const uint4 other = simd_shuffle_xor(odd ? weights.halves[0] : weights.halves[1], tile_lane(1, 0));
-  weights.halves[0] = odd ? other : weights.halves[0];
-  weights.halves[1] = odd ? weights.halves[1] : other;
+template <typename T>
+inline void swap_halves(thread LaneWeights<T>& weights, bool odd) {
+  thread uint4& first = weights.halves[0].at[0];
+  thread uint4& second = weights.halves[1].at[0];
+  const uint4 other = simd_shuffle_xor(odd ? first : second, tile_lane(1, 0));
+  first = odd ? other : first;
+  second = odd ? second : other;
 }
 
 // Rows that are not there stand for the last one: nobody asks for what comes of them.
@@ -119,9 +124,9 @@ inline void add_runs(
   const bool odd = tile_row(lane) % 2;
   const uint weight = begin + (odd ? tile * E : 0) + tile_column(lane) * E;
   const uint column = begin + tile_row(lane) * E;
-  LaneWeights weights[U][N];
+  LaneWeights<T> weights[U][N];
   LaneRows<T, MB> activations[2 * U];
-  load_weights<whole>(w + weight, stride, int(end) - int(weight), weights);
+  load_weights<whole>(Dense<T>::of(w + weight, stride), int(end) - int(weight), weights);
   load_rows<whole>(x + column, rows, columns, int(end) - int(column), lane, activations);
 #pragma unroll
   for (int i = 0; i < U; ++i) {
@@ -136,8 +141,7 @@ inline void add_runs(
     for (int t = 0; t < E; ++t) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const uint4 pack = weights[h / 2][n].halves[h % 2];
-        const vec<T, 2> pair = element_of_both<T>(pack[element_word<T>(t)], pack[2 + element_word<T>(t)], t);
+        const vec<T, 2> pair = Dense<T>::template pair<E>(weights[h / 2][n].halves[h % 2], t);
 #pragma unroll
         for (int block = 0; block < MB; ++block) {
           sums.at[n][block] = multiply_tiles<T>(pair, activations[h].at[t][block], sums.at[n][block]);

@@ -27,7 +27,8 @@ template <typename T, BlockKind kind, int M>
   const uint first_row = group.y * M;
   const RowsOfX<T> rows = {x + size_t(first_row) * params.columns, params.columns, params.rows - first_row};
   const BlockRows<kind, kRunColumns> matrix[1] = {{blocks, params.row_bytes, 0}};
-  multiply_by_rows<M, kRowOutputs>(rows, matrix, bias, y, first_row, group.x * threads.y + thread_at.y, params, at, partials);
+  const uint block = group.x * threads.y + thread_at.y;
+  multiply_by_rows<M, kRowOutputs>(rows, matrix, bias, y, first_row, block, params, at, partials);
 }
 
 instantiate_kinds("block_matmul", "_1", block_matmul, 1)

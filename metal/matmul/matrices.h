@@ -96,7 +96,7 @@ inline void multiply_matrices(
       float2 products = float2(0.0f);  // apart from the sums: in one long sum errors would grow
 #pragma unroll
       for (int u = 0; u < half_run; ++u) {
-        const float2 left = float2(run.at(u), run.at(u + half_run));
+        const float2 left = float2(run.at(first_of_pair<half_run>(u)), run.at(second_of_pair<half_run>(u)));
         products = multiply_tiles<float>(left, float2(float(right[0][u]), float(right[1][u])), products);
       }
       sums.at[i][0] += products;

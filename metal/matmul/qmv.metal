@@ -1,4 +1,4 @@
-// Products of 1, 2 or 4 rows of x with quantized weights, on Apple GPUs, and of one row in rare formats on all:
+// Products of 1, 2, 4 or 8 rows of x with quantized weights, on Apple GPUs, and of one row in rare formats on all:
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
@@ -63,7 +63,7 @@ template <typename T, QuantizedFormat F>
   write_sums<R>(row, epilogue(product, bias, params, output), at, outputs, block, params.outputs);
 }
 
-// Several rows of rare formats go by matrices (matmul/qmm.metal).
 instantiate_formats("quantized_matmul_qmv", "_1", qmv, 1)
+// Of common formats: several rows of the others go by matrices (matmul/qmm.metal).
 instantiate_several("quantized_matmul_qmv", qmv)
 instantiate_common("quantized_matmul_sum", qmv_sum)

@@ -18,7 +18,7 @@ using namespace mittens;
 // Weights of one format: where rows lie, and what a run of columns holds.
 template <typename T, int bits>
 struct Integral {
-  using Rows = AffineRows<T, bits, bits == 1 ? 32 : bits == 4 || bits == 8 ? 8 : 16>;
+  using Rows = Affine<T, bits, bits == 1 ? 32 : bits == 4 || bits == 8 ? 8 : 16>;
   using Values = typename Rows::Values;
 
   static Rows rows(

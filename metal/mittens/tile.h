@@ -69,11 +69,16 @@ inline vec<T, 2> element_of_both(uint first, uint second, int i) {
 // schedules follow one of two rules:
 //
 //   pairs    each of the four lanes that hold a row has a run of it: matrix t has two elements of each run,
-//            first_of_pair<apart>(t) and the one `apart` behind
+//            first_of_pair<apart>(t) and second_of_pair<apart>(t), `apart` from each other
 //   singles  each of eight lanes has a run: matrix t has element t of each
 template <int apart>
 constexpr int first_of_pair(int t) {
   return t / apart * 2 * apart + t % apart;
+}
+
+template <int apart>
+constexpr int second_of_pair(int t) {
+  return first_of_pair<apart>(t) + apart;
 }
 
 // Lane `from`'s pair; two elements of half a word as one word, since Metal shuffles no bfloat.

@@ -45,7 +45,7 @@ struct RowSumsParams {
   uint32_t weights_of_sum;
 };
 
-enum { kGatherOutputs = 4, kGatherSimdgroups = 8 };  // outputs of a simdgroup, simdgroups of a threadgroup at most
+enum { kGatherOutputs = 4 };  // of a simdgroup
 
 struct GatherMmParams {
   PairParams pairs;

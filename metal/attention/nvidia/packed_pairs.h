@@ -14,19 +14,19 @@ struct AffinePairs {
   using Single = Affine<T, bits, E>;
   using Values = typename Single::Values;
   struct Run {
-    typename Single::Integers integers;
+    typename Values::Words words;
     uint affine;
   };
   Single rows;
 
   Run load(uint row, uint part) const {
     const typename Single::Run run = rows.load(row, part);
-    return Run{run.integers, as_type<uint>(vec<T, 2>(run.scale, run.bias))};
+    return Run{run.words, as_type<uint>(vec<T, 2>(run.scale, run.bias))};
   }
 
   static T element(Run run, int i) {
     const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
-    return T(Single::element(typename Single::Run{run.integers, affine.x, affine.y}, i));
+    return T(Single::element(typename Single::Run{run.words, affine.x, affine.y}, i));
   }
 };
 
@@ -55,7 +55,7 @@ template <typename U, typename T, int bits, int E>
 inline vec<U, 2> pair_of_row(AffinePairs<T, bits, E>, typename AffinePairs<T, bits, E>::Run run, int t) {
   constexpr int apart = 16 / bits;
   const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
-  const half2 integers = half_pair<bits>(word_of(run.integers, t / apart), t % apart);
+  const half2 integers = half_pair<bits>(run.words.at[t / apart], t % apart);
   return scaled(integers, vec<T, 2>(affine.x, affine.x), vec<T, 2>(affine.y, affine.y));
 }
 
@@ -66,7 +66,7 @@ inline vec<U, 2> pair_of_rows(
   constexpr int of_word = 32 / bits;
   constexpr int of_half = 16 / bits;
   const uint halves = side_by_side(
-      word_of(upper.integers, e / of_word), word_of(lower.integers, e / of_word), e % of_word >= of_half);
+      upper.words.at[e / of_word], lower.words.at[e / of_word], e % of_word >= of_half);
   return scaled(
       half_pair<bits>(halves, e % of_half), as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, false)),
       as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, true)));

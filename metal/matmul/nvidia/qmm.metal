@@ -8,15 +8,15 @@
 //
 //   scale * ((q - zero) * x) + (bias + scale * zero) * (1 * x)
 //
-// Which columns meet is free as long as both operands agree: of each 8 that a lane has of a row of weights, matrix t takes
-// t and t + 4. The simdgroups of a threadgroup share out the columns, U runs at a time, all of which are on their way
-// before anything is multiplied; of the four lanes that share a row of weights, each loads scale and bias of one run.
+// Columns meet by pairs, 4 apart (mittens/tile.h). The simdgroups of a threadgroup share out the columns, U runs at a
+// time, all of which are on their way before anything is multiplied; of the four lanes that share a row of weights, each
+// loads scale and bias of one run.
 #include <metal_stdlib>
 
 #include "matmul/nvidia/affine_weights.h"
 #include "matmul/splitk_mma.h"
 #include "mittens/instantiate.h"
-#include "mittens/integers.h"
+#include "mittens/source/integers.h"
 #include "params/matmul.h"
 
 using namespace metal;
@@ -39,8 +39,8 @@ inline vec<T, 2> pair_of_run(thread const uint (&from)[words], int u) {
 // What a lane loads of U runs of the weights: its columns of all of them, and scale and bias of one.
 template <typename T, int bits, int R, int run, int U>
 struct LaneWeights {
-  static constant constexpr int words = run / 4 * bits / 32;
-  uint integers[R][U][words];
+  using Values = Integers<bits, run / 4>;
+  typename Values::Words integers[R][U];
   vec<T, 2> affine[R];
 };
 
@@ -49,6 +49,7 @@ template <typename T, int bits, int R, int run, int U>
 inline void load_weights(
     AffineMatrix<T> w, thread const uint (&rows)[R], uint begin, uint columns, uint lane, uint group_shift,
     thread LaneWeights<T, bits, R, run, U>& to) {
+  using Values = typename LaneWeights<T, bits, R, run, U>::Values;
   const uint quarter = tile_column(lane) / 2;
   const device uint* words = w.words + (begin + quarter * (run / 4)) / (32 / bits);
   const uint group = (begin + quarter % U * run) >> group_shift;
@@ -56,7 +57,7 @@ inline void load_weights(
   for (int n = 0; n < R; ++n) {
 #pragma unroll
     for (int g = 0; g < U; ++g) {
-      load_uints(words + rows[n] * w.words_stride + g * (run * bits / 32), to.integers[n][g]);
+      to.integers[n][g] = Values::load(words + g * (run * bits / 32), rows[n] * w.words_stride, 0);
     }
     to.affine[n] =
         vec<T, 2>(w.scales[rows[n] * w.scales_stride + group], w.biases[rows[n] * w.biases_stride + group]);
@@ -111,7 +112,7 @@ inline void add_run(
   for (int u = 0; u < run / tile; ++u) {
 #pragma unroll
     for (int n = 0; n < R; ++n) {
-      const vec<T, 2> q = pair_of_run<T, bits>(weights.integers[n][g], u);
+      const vec<T, 2> q = pair_of_run<T, bits>(weights.integers[n][g].at, u);
 #pragma unroll
       for (int block = 0; block < MB; ++block) {
         products.at[n][block] = multiply_tiles<T>(q, x.at[u][block], products.at[n][block]);

@@ -26,9 +26,18 @@ struct AffineMatrix {
   }
 };
 
-// Its rows as a source. E: columns that a lane takes at once, a run; 16 with 2, 3, 5 or 6 bits.
+// Where rows begin, in a matrix that holds others.
+struct AffineStart {
+  uint words = 0;
+  uint scales = 0;
+  uint biases = 0;
+};
+
+// Its rows as a source. E: columns that a lane takes at once, a run; 16 with 2, 3, 5 or 6 bits. As elements one by one,
+// rows are of 4 or 8 bits.
 template <typename T, int bits, int E>
-struct AffineRows {
+struct Affine {
+  using Operand = typename OperandOf<T>::type;
   using Values = typename IntegersOf<bits, E>::type;
   static constant constexpr bool has_bias = true;
   static constant constexpr bool fits_half = true;
@@ -39,14 +48,20 @@ struct AffineRows {
   };
   AffineMatrix<T> matrix;
   uint group_shift;  // a group is 1 << group_shift columns
+  AffineStart start;
 
   Run load(uint row, uint more, uint column) const {
     const uint group = column >> group_shift;
     Run run;
-    run.words = Values::load(matrix.words, row * matrix.words_stride + more * matrix.words_stride, column);
-    run.scale = matrix.scales[row * matrix.scales_stride + more * matrix.scales_stride + group];
-    run.bias = matrix.biases[row * matrix.biases_stride + more * matrix.biases_stride + group];
+    run.words = Values::load(
+        matrix.words, start.words + row * matrix.words_stride + more * matrix.words_stride, column);
+    run.scale = matrix.scales[start.scales + row * matrix.scales_stride + more * matrix.scales_stride + group];
+    run.bias = matrix.biases[start.biases + row * matrix.biases_stride + more * matrix.biases_stride + group];
     return run;
+  }
+
+  Run load(uint row, uint part) const {
+    return load(row, 0, part * E);
   }
 
   static float scale(Run run) {
@@ -56,55 +71,23 @@ struct AffineRows {
     return float(run.bias);
   }
 
-  // The matrix from another row on; alone: with all of its rows at that one.
-  AffineRows at(uint row, bool alone) const {
-    AffineRows result = {matrix.row(row), group_shift};
-    result.matrix.words_stride = alone ? 0 : matrix.words_stride;
-    result.matrix.scales_stride = alone ? 0 : matrix.scales_stride;
-    result.matrix.biases_stride = alone ? 0 : matrix.biases_stride;
-    return result;
-  }
-};
-
-// Rows of 4 or 8 bits of a head, as elements one by one: runs may be shorter than a word.
-template <typename T, int bits, int E>
-struct Affine {
-  using Operand = typename OperandOf<T>::type;
-  using Integers = typename Words<E * bits / 8>::type;
-  struct Run {
-    Integers integers;
-    T scale;
-    T bias;
-  };
-  struct Values {
-    static constant constexpr int size = E;
-  };
-  const device Integers* integers;
-  const device T* scales;
-  const device T* biases;
-  uint start;   // runs
-  uint stride;
-  uint scales_start;
-  uint scales_stride;
-  uint biases_start;
-  uint biases_stride;
-  uint group_shift;  // a group is 1 << group_shift integers
-
-  Run load(uint row, uint part) const {
-    const uint group = part * E >> group_shift;
-    return Run{
-        integers[start + row * stride + part], scales[scales_start + row * scales_stride + group],
-        biases[biases_start + row * biases_stride + group]};
-  }
-
   static Operand element(Run run, int i) {
     constexpr int of_word = 32 / bits;
-    const uint word = word_of(run.integers, i / of_word);
+    const uint word = run.words.at[i / of_word];
     if constexpr (is_same_v<T, half>) {
       return fma(half_integer<bits>(word, i % of_word), run.scale, run.bias);
     } else {
       return Operand(fma(float_integer<bits>(word, i % of_word), float(run.scale), float(run.bias)));
     }
+  }
+
+  // The matrix from another row on; alone: with all of its rows at that one.
+  Affine at(uint row, bool alone) const {
+    Affine result = {matrix.row(row), group_shift, start};
+    result.matrix.words_stride = alone ? 0 : matrix.words_stride;
+    result.matrix.scales_stride = alone ? 0 : matrix.scales_stride;
+    result.matrix.biases_stride = alone ? 0 : matrix.biases_stride;
+    return result;
   }
 };
 

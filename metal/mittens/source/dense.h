@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mittens/source.h"
+#include "mittens/tile.h"
 
 namespace mittens {
 
@@ -41,6 +42,11 @@ struct Dense {
     return at(start + row * stride + more * stride + column / of_load);
   }
 
+  static uint word_at(Run run, int word) {
+    constexpr int each = of_load * sizeof(T) / 4;
+    return word_of(run.at[word / each], word % each);
+  }
+
   // Element i as it is in memory.
   static T value(Run run, int i) {
     if constexpr (sizeof(T) == 4) {
@@ -57,6 +63,14 @@ struct Dense {
       const uint word = word_of(run.at[i / of_load], i % of_load / 2);
       return as_type<float>(i % 2 ? word & 0xffff0000u : word << 16);
     }
+  }
+
+  // Pair t of a run, by the rule of columns that meet by pairs (mittens/tile.h).
+  template <int apart>
+  static vec<T, 2> pair(Run run, int t) {
+    const int first = first_of_pair<apart>(t);
+    const int second = second_of_pair<apart>(t);
+    return element_of_both<T>(word_at(run, element_word<T>(first)), word_at(run, element_word<T>(second)), t);
   }
 
   // A matrix whose rows are `stride` elements from each other.

@@ -33,14 +33,14 @@ inline void load_uints(const device uint* p, thread uint (&words)[count]) {
   }
 }
 
-// E integers of 2, 4 or 8 bits, which fill whole words.
+// E integers of 2, 4 or 8 bits, which fill whole words, or half of one.
 template <int bits, int E>
 struct Integers {
   static constant constexpr int size = E;
   static constant constexpr int levels = bits == 8 ? 1 : 8 / bits;
 
   struct Words {
-    uint at[E * bits / 32];
+    uint at[E * bits < 32 ? 1 : E * bits / 32];
   };
 
   static constexpr int level(int i) {
@@ -57,7 +57,11 @@ struct Integers {
   // From a column on, of the row that begins at word `row`.
   static Words load(const device uint* p, uint row, uint column) {
     Words words;
-    load_uints(p + (row + column / (32 / bits)), words.at);
+    if constexpr (E * bits < 32) {
+      words.at[0] = ((const device ushort*)p)[row * 2 + column / (16 / bits)];
+    } else {
+      load_uints(p + (row + column / (32 / bits)), words.at);
+    }
     return words;
   }
 
