@@ -55,11 +55,11 @@ NOTES = """## What falls short
 
 - 32 rows on M3 and M4: 1.19 in 4 bits. Tiles of 32 rows by 64 outputs are launched; a prototype of 32 by 128 was
   predicted at 1.17 on an M3 Max.
-- Percent of the peak on M1 and M2: a second design has a loop of its own for whole steps, which asks nothing of each run,
-  and one place for all rows of a lane instead of a product for each. 512 x 4096 x 4096 on an M1: 80.8 % instead of 79.2 in
-  4 bits float16, 80.3 instead of 78.9 in 8 bits, 74.7 instead of 72.6 in bfloat16. It is not launched: for all types and
-  formats it spills up to 58 registers in float32 and in 2 to 6 bits; it has 239 half registers for 227, and no less room
-  for threadgroups, in 4 and 8 bits of float16.
+- Percent of the peak on M1 and M2: a second design has a loop of its own for whole steps, which asks nothing of each
+  run, and one place for all rows of a lane instead of a product for each. 512 x 4096 x 4096 on an M1: 80.8 % instead
+  of 79.2 in 4 bits float16, 80.3 instead of 78.7 in 8 bits, 74.7 instead of 72.6 in bfloat16. It is not launched: for
+  all types and formats it spills up to 58 registers in float32. Half types spill nothing, with 235 to 255 half
+  registers in 4 and 8 bits of 64 rows; a design for these alone was not tried.
 - 8 bits, 512 x 4096 x 4096 on an M2 Max: 1.35. Its 512 tiles are 13.5 rounds of 38 cores, so that 4 % of these idle
   in the last.
 - `transpose=False`: 1.25 to 1.34 in float16 on M1 and M2. A lane unpacks runs of 8 outputs for 32 rows, twice as
