@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
-from ..patching import attention_layers
+from ..patching import altup_layers, attention_layers
 from ..patching.digests import plain
 from ..patching.model_attention import attend
 from ..patching.targets import TARGETS, Target
@@ -33,6 +33,7 @@ _CALLS = {"cache", "softcap", "linear"}
 _LAYERS = {"recurrence"}
 # Attention layers that stand before a class's own call likewise: there is no fusion of theirs in `nn`.
 _ATTENTIONS = (
+    altup_layers.gemma3n_layer,
     attention_layers.expanded_latent_attention,
     attention_layers.kimi_k3_attention,
     attention_layers.kimi_latent_attention,
@@ -250,7 +251,9 @@ def _rebound_class(base: type, rebinding: _Rebinding) -> type | None:
         methods["__call__"] = rebinding.calls[base]
     elif base in rebinding.layers:
         methods["__call__"] = _before(call, rebinding.layers[base])
-    elif isinstance(call, types.FunctionType) and _is_of_models(call) and _appends_in(call):
+    elif base in rebinding.attentions or (
+        isinstance(call, types.FunctionType) and _is_of_models(call) and _appends_in(call)
+    ):
         methods["__call__"] = _appending(call, rebinding.attentions.get(base))
     # What such a class asks its base for is ours too.
     twins = [twin for twin in (Linear, QuantizedLinear) if issubclass(base, _base_of(twin))]

@@ -16,7 +16,7 @@ from mlx.nn.layers.distributed import sum_gradients
 
 from .. import _ext
 from ..promotion import result_type
-from . import attention_layers, feed_forward, quantized_batches, recurrent_layers, routers
+from . import altup_layers, attention_layers, feed_forward, quantized_batches, recurrent_layers, routers
 from .digests import digest, digest_in, plain
 
 __all__ = [
@@ -976,6 +976,21 @@ TARGETS += [
     )
     for attempt, needs, text, layers in _LAYERS
     for layer in layers
+]
+
+TARGETS += [
+    Target(
+        "attention_layer",
+        "attention_layer",
+        "mlx_lm.models.gemma3n",
+        "Gemma3nDecoderLayer.__call__",
+        altup_layers.gemma3n_layer,
+        ("self", "x", "mask", "cache", "per_layer_input", "offset"),
+        optional=True,
+        partial=True,  # one token with a cache
+        text="acef24d9337512ef",
+        needs=("cache", "scaled_dot_product_attention"),
+    )
 ]
 
 
