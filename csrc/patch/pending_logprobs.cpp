@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 
 #include "mlx_internals/buffer_ownership.h"
 #include "ops/sampling/sample.h"
@@ -50,6 +51,7 @@ mx::array sample_logprobs(mx::array& logprobs, double temperature, int top_k, do
 void bind(nb::module_& module) {
   module.def("sample_logprobs", &sample_logprobs, "logprobs"_a, "temperature"_a, "top_k"_a = 0, "top_p"_a = 0.0,
              "min_p"_a = 0.0);
+  module.def("penalized_logits", &penalized_logits, "logits"_a, "tokens"_a, "which"_a, "penalty"_a, "context"_a);
 }
 
 const Register registered(bind);

@@ -200,12 +200,13 @@ def patch(
             the latter for ``mlx.nn.QuantizedLinear`` and ``mlx.nn.QuantizedEmbedding`` too, ``linear`` for
             ``mlx.nn.Linear`` and ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
             ``quantized_scaled_dot_product_attention``, ``recurrence`` for the steps of linear recurrences (and for
-            ``mx.fast.gated_delta_update``), ``softcap`` for the logits of Gemma 2, ``sample`` for its samplers,
-            ``experts`` (with ``gather_qmm`` and ``gather_mm`` of ``mx``) and ``router`` for its mixtures, ``cache``
-            for appending to ``KVCache`` and ``RotatingKVCache``, together with ``mx.fast.rope`` before it, ``swiglu``
-            for the activation and product of two quantized layers, which become one with them, and ``attention_layer``
-            for the attention of Llama, Qwen and their like, which with a plain cache does a token's rotary embedding,
-            append and attention in one step, where ``cache`` and ``scaled_dot_product_attention`` are on.
+            ``mx.fast.gated_delta_update``), ``softcap`` for the logits of Gemma 2, ``sample`` for its samplers and
+            penalties, ``experts`` (with ``gather_qmm`` and ``gather_mm`` of ``mx``) and ``router`` for its mixtures,
+            ``cache`` for appending to ``KVCache`` and ``RotatingKVCache``, together with ``mx.fast.rope`` before it,
+            ``swiglu`` for the activation and product of two quantized layers, which become one with them, and
+            ``attention_layer`` for the attention of Llama, Qwen and their like, which with a plain cache does a token's
+            rotary embedding, append and attention in one step, where ``cache`` and
+            ``scaled_dot_product_attention`` are on.
 
     Raises:
         TypeError: There is no such switch.

@@ -121,6 +121,50 @@ def _make_sampler(
     return _Sampler(temp, {"top_k": max(top_k, 0), "top_p": top_p if 0 < top_p < 1 else 0.0, "min_p": min_p})
 
 
+@dataclass(frozen=True, eq=False)
+class _Penalty:
+    """A logits processor of mlx-lm's, which a sampler takes into its launches."""
+
+    which: int  # repetition, presence, frequency
+    penalty: float
+    context: int
+    original: Callable[[mx.array, mx.array], mx.array]
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        result = None
+        if isinstance(tokens, mx.array) and not _ext.exporting():
+            result = _ext.penalized_logits(logits, tokens, self.which, self.penalty, self.context)
+        return self.original(tokens, logits) if result is None else result
+
+
+def _make_logits_processors(
+    logit_bias: dict[int, float] | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int = 20,
+    presence_penalty: float | None = None,
+    presence_context_size: int = 20,
+    frequency_penalty: float | None = None,
+    frequency_context_size: int = 20,
+) -> list[Any] | None:
+    """mlx-lm's processors, of which those for the last tokens become part of the draw."""
+    from mlx_lm import sample_utils
+
+    processors = plain(sample_utils.make_logits_processors)(logit_bias)
+    makers = (
+        (sample_utils.make_repetition_penalty, repetition_penalty, repetition_context_size),
+        (sample_utils.make_presence_penalty, presence_penalty, presence_context_size),
+        (sample_utils.make_frequency_penalty, frequency_penalty, frequency_context_size),
+    )
+    for which, (make, penalty, size) in enumerate(makers):
+        if penalty is None or penalty == 0:
+            continue
+        original = make(penalty, size)
+        is_known = isinstance(penalty, (int, float)) and isinstance(size, int) and size >= 0
+        context = size or 2**31 - 1  # tokens[-0:] are all of them
+        processors.append(_Penalty(which, float(penalty), context, original) if is_known else original)
+    return processors
+
+
 def _causal_mask(
     N: int, offset: int = 0, window_size: int | None = None, right_padding: Any = None, left_padding: Any = None
 ) -> mx.array | None:
@@ -717,6 +761,20 @@ TARGETS += [
         partial=True,  # not XTC
         shared=True,
         text="e0f79a4e34185a13",
+    ),
+    Target(
+        "sample",
+        "sample",
+        "mlx_lm.sample_utils",
+        "make_logits_processors",
+        _make_logits_processors,
+        optional=True,
+        shared=True,
+        rests_on=(
+            *("make_logits_processors", "make_repetition_penalty", "make_presence_penalty"),
+            "make_frequency_penalty",
+        ),
+        text="75d38cdaa84176e2 731477de6668f656 8e9bf7c7d5d43799 ee67e4f02f519ed1",
     ),
     Target(
         "sample",

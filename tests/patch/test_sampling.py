@@ -177,3 +177,97 @@ def test_a_generation_computes_them_once(asks):
         for (_, ours), (_, theirs) in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
             np.testing.assert_allclose(specs.widen(ours), specs.widen(theirs), rtol=units(2, mx.float16))
+
+
+PROCESSORS = {
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 0.7},
+    "frequency": {"frequency_penalty": 0.4},
+    "all": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+    "sizes": {"repetition_penalty": 1.2, "repetition_context_size": 3, "frequency_penalty": 0.5},
+    "everything": {"repetition_penalty": 1.2, "repetition_context_size": 0, "presence_penalty": -0.5},
+    "bias": {"logit_bias": {3: 2.0, 5: -9.0}, "presence_penalty": 0.5},
+}
+
+
+@pytest.mark.parametrize("what", PROCESSORS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_processors_change_the_same_logits(dtype, executor, rng, what, rows):
+    """Bit for bit, with a sampler behind them or without."""
+    logits = mx.array(3 * rng.standard_normal((rows, 700)).astype(np.float32)).astype(dtype)
+    tokens = mx.array(rng.integers(0, 9, 40).astype(np.int32)).astype(mx.int64)
+
+    def processed(make) -> mx.array:
+        x = logits + 0
+        for processor in make(**PROCESSORS[what]):
+            x = processor(tokens, x)
+        return x
+
+    with mx.stream(mx.cpu):
+        expected = processed(sample_utils.make_logits_processors)
+    with mm.patched(**ALONE):
+        np.testing.assert_array_equal(
+            specs.widen(processed(sample_utils.make_logits_processors)), specs.widen(expected)
+        )
+        found = processed(sample_utils.make_logits_processors)
+        logprobs = found - mx.logsumexp(found, axis=-1, keepdims=True)
+        drawn = sample_utils.make_sampler(0.0)(logprobs)
+        best, likely = mm.sample(expected, temperature=0.0, logprobs="all")
+        np.testing.assert_array_equal(np.array(drawn), np.array(best))
+        np.testing.assert_array_equal(specs.widen(logprobs), specs.widen(likely))
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 0.8, "top_k": 9, "top_p": 0.9}], ids=str)
+def test_logits_processors_take_no_launch(rng, options):
+    logits = mx.array(rng.standard_normal((1, 9000)).astype(np.float32))
+    tokens = mx.array([3, 4, 3, 5])
+    mx.eval(logits, tokens)
+    with mm.patched():
+        sampler = sample_utils.make_sampler(**options)
+        x = logits
+        for processor in sample_utils.make_logits_processors(**PROCESSORS["all"]):
+            x = processor(tokens, x)
+        logprobs = x - mx.logsumexp(x, keepdims=True)
+        drawn = sampler(logprobs)
+        launched = launched_on_apple(lambda: (drawn, logprobs.squeeze()))
+        assert [name.rpartition("_")[0] for name in launched] == ["sample_adjusted", "sample_logprobs"], launched
+
+
+@pytest.mark.parametrize("what", PROCESSORS)
+def test_the_same_text_with_logits_processors(what):
+    model = tiny.build("qwen3-0.6b", mx.float32)
+
+    def text() -> list[int]:
+        processors = sample_utils.make_logits_processors(**PROCESSORS[what])
+        steps = generate_step(mx.array([3, 1, 4, 1, 5]), model, max_tokens=24, logits_processors=processors)
+        return [token for token, _ in steps]
+
+    expected = text()
+    mm.stats(reset=True)
+    with mm.patched(**ALONE):
+        assert text() == expected
+    assert tiny.kernels("sample") >= 24
+
+
+def test_a_batch_with_logits_processors(tmp_path):
+    from mlx_lm import load
+
+    model, tokenizer = load(str(tiny.save(tmp_path / "tiny", "qwen3-0.6b", mx.float32)))
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8]]
+
+    def texts() -> list[str]:
+        processors = sample_utils.make_logits_processors(**PROCESSORS["all"])
+        return batch_generate(model, tokenizer, prompts, max_tokens=8, logits_processors=processors).texts
+
+    expected = texts()
+    with mm.patched(**ALONE):
+        assert texts() == expected
+
+
+def test_logits_processors_that_are_not_known_are_mlx_lms_own():
+    with mm.patched(), pytest.raises(ValueError, match="penalty must be a non-negative float"):
+        sample_utils.make_logits_processors(repetition_penalty=-1.0)
+    with mm.patched():
+        (processor,) = sample_utils.make_logits_processors(presence_penalty=1.0)
+        assert processor(mx.array([], mx.int32), mx.zeros((1, 4))).tolist() == [[0.0] * 4]
+        assert processor(mx.array([1, 2]), mx.zeros((1, 4))).tolist() == [[0.0, -1.0, -1.0, 0.0]]

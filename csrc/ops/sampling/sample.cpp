@@ -17,6 +17,7 @@
 #include "mlx/ops.h"
 #include "mlx/random.h"
 #include "ops/sampling/adjustment.h"
+#include "ops/sampling/composition.h"
 #include "ops/sampling/plan.h"
 #include "ops/sampling/sample.h"
 #include "params/sampling.h"
@@ -46,84 +47,10 @@ const Name combine_kernel = "sample_combine";
 constexpr int most_columns = (1 << 20) - 1;  // so many exponentials add up in 64 bits
 constexpr int partial_size = kSamplePartial;
 
-struct SampleOptions {
-  float inverse_temperature;
-  int top_k;  // 0 keeps all
-  double top_p;  // 0 keeps all
-  double min_p;  // 0 keeps all
-  bool greedy;
-  int logprobs;  // kNoLogprobs, of the tokens, or of all logits
-  bool splits_key;  // whether numbers are drawn by the second half of the key's split
-  AdjustOptions adjust;
-
-  bool operator==(const SampleOptions&) const = default;
-
-  bool has_filters() const {
-    return !greedy && (top_k > 0 || top_p > 0 || min_p > 0);
-  }
-};
-
 mx::Shape without_columns(const mx::array& logits) {
   mx::Shape shape = logits.shape();
   shape.pop_back();
   return shape;
-}
-
-// -inf for what is not kept.
-mx::array compose_filters(mx::array x, const SampleOptions& options, mx::Stream s) {
-  const mx::array nothing(-std::numeric_limits<float>::infinity(), x.dtype());
-  const mx::array all = x;
-  if (options.top_p > 0) {
-    const mx::array sorted = mx::sort(all, -1, s);
-    const mx::array wide = mx::astype(sorted, mx::float32, s);
-    const mx::array e = mx::exp(mx::subtract(wide, mx::max(wide, -1, true, s), s), s);
-    const mx::array from = mx::cumsum(e, -1, true, true, s);
-    const mx::array total = mx::sum(e, -1, true, s);
-    const mx::array above = mx::subtract(from, e, s);
-    const mx::array is_dropped =
-        mx::greater_equal(above, mx::multiply(mx::array(static_cast<float>(options.top_p)), total, s), s);
-    const mx::array dropped = mx::sum(mx::astype(is_dropped, mx::int32, s), -1, true, s);
-    x = mx::where(mx::less(all, mx::take_along_axis(sorted, dropped, -1, s), s), nothing, x, s);
-  }
-  if (options.min_p > 0) {
-    const mx::array log_min_p(std::log(options.min_p), all.dtype());
-    x = mx::where(mx::less(all, mx::add(mx::max(all, -1, true, s), log_min_p, s), s), nothing, x, s);
-  }
-  if (options.top_k > 0 && options.top_k < all.shape(-1)) {
-    mx::Shape start(all.ndim(), 0);
-    start.back() = options.top_k;
-    const mx::array order = mx::argpartition(mx::negative(all, s), options.top_k - 1, -1, s);
-    const mx::array rest = mx::slice(order, start, all.shape(), s);
-    x = mx::put_along_axis(x, rest, nothing, -1, s);
-  }
-  return x;
-}
-
-// Tokens, and the logarithmic probabilities that are asked for.
-Arrays compose_sample(const mx::array& logits, const std::optional<mx::array>& key, const SampleOptions& options,
-                      mx::Stream s) {
-  const mx::array nothing(-std::numeric_limits<float>::infinity(), logits.dtype());
-  const mx::array x = mx::where(mx::isnan(logits, s), nothing, logits, s);
-  const mx::array kept = options.has_filters() ? compose_filters(x, options, s) : x;
-  mx::array sums = kept;
-  if (!options.greedy) {
-    const mx::array drawn_by = options.splits_key ? mx::random::split(*key, s).second : *key;
-    const mx::array scaled = mx::multiply(mx::astype(kept, mx::float32, s), mx::array(options.inverse_temperature), s);
-    sums = mx::add(scaled, mx::random::gumbel(x.shape(), mx::float32, drawn_by, s), s);
-  }
-  const mx::array tokens = mx::argmax(sums, -1, false, s);
-  if (options.logprobs == kNoLogprobs) {
-    return {tokens};
-  }
-  if (options.logprobs == kAllLogprobs) {
-    const mx::array wide = mx::astype(logits, mx::float32, s);
-    const mx::array all = mx::subtract(wide, mx::logsumexp(wide, -1, true, s), s);
-    return {tokens, mx::astype(all, logits.dtype(), s)};
-  }
-  const mx::array wide = mx::astype(x, mx::float32, s);
-  const mx::array places = mx::stop_gradient(mx::expand_dims(tokens, -1, s), s);
-  const mx::array drawn = mx::squeeze(mx::take_along_axis(wide, places, -1, s), -1, s);
-  return {tokens, mx::subtract(drawn, mx::logsumexp(wide, -1, false, s), s)};
 }
 
 // The least share of 2^-32 is one: 0 would keep all.
@@ -195,6 +122,25 @@ class Sample : public KernelPrimitive {
     }
     shapes.insert(shapes.end(), adjust_outputs(), inputs[0].shape());
     return shapes;
+  }
+
+  // What made such an output of a call that draws greedily, which none but penalized_logits hands out.
+  std::optional<std::pair<mx::array, Adjustment>> adjustment_of(const mx::array& output) const {
+    const Arrays& inputs = output.inputs();
+    const AdjustOptions& adjust = options_.adjust;
+    if (!adjust.has_tokens || output.dtype() != inputs[0].dtype() || options_.logprobs != kNoLogprobs) {
+      return std::nullopt;
+    }
+    Adjustment adjustment;
+    const AdjustOptions::Given given = adjust.given(inputs, 1 + !options_.greedy);
+    adjustment.tokens = *given.tokens;
+    adjustment.contexts = adjust.contexts;
+    for (size_t i = 0; i < penalties; ++i) {
+      if (adjust.contexts[i] > 0) {
+        adjustment.numbers[i] = adjust.values[i];
+      }
+    }
+    return std::pair(inputs[0], std::move(adjustment));
   }
 
   static Arrays outputs_of(const std::shared_ptr<Sample>& primitive, const Arrays& inputs) {
@@ -494,9 +440,46 @@ const Register registered(bind);
 
 }  // namespace
 
+std::optional<std::pair<mx::array, Adjustment>> penalties_of(const mx::array& logits) {
+  if (!is_primitive(logits, "MittensSample") || logits.primitive().stream() != checks::checked_stream(op, {})) {
+    return std::nullopt;
+  }
+  return static_cast<const Sample&>(logits.primitive()).adjustment_of(logits);
+}
+
+std::optional<mx::array> penalized_logits(const mx::array& logits, const mx::array& tokens, int which, double penalty,
+                                          int context) {
+  const mx::Dtype of_tokens = tokens.dtype();
+  const bool are_tokens = of_tokens == mx::int32 || of_tokens == mx::uint32 || of_tokens == mx::int64;
+  if (logits.ndim() != 2 || !has_kernels(logits.dtype()) || logits.size() == 0 || logits.shape(-1) > most_columns ||
+      tokens.ndim() != 1 || tokens.size() == 0 || !are_tokens || !std::isfinite(penalty) || traces_any_shape()) {
+    return std::nullopt;
+  }
+  const mx::Stream stream = checks::checked_stream(op, {});
+  auto before = penalties_of(logits);
+  const bool joins = before && before->second.tokens->id() == tokens.id() &&
+                     std::all_of(before->second.contexts.begin() + which, before->second.contexts.end(),
+                                 [](int of_last) { return of_last == 0; });
+  const mx::array from = joins ? before->first : logits;
+  Adjustment adjustment = joins ? std::move(before->second) : Adjustment{{}, tokens};
+  adjustment.numbers[which] = penalty;
+  adjustment.contexts[which] = context;
+  SampleOptions options{.inverse_temperature = 1, .greedy = true, .logprobs = kNoLogprobs};
+  Arrays inputs = {from};
+  options.adjust = add_adjustment(op, from, adjustment, inputs, stream);
+  if (!options.adjust.any()) {
+    return logits;
+  }
+  const auto primitive = std::make_shared<Sample>(stream, options, needs_workspace(from, options, stream));
+  const Arrays outputs = Sample::outputs_of(primitive, inputs);
+  return outputs[outputs.size() - 2];  // before the counts
+}
+
 std::pair<mx::array, mx::array> sample_with_logprobs(const mx::array& logits, double temperature, int top_k,
                                                      double top_p, double min_p, mx::StreamOrDevice where) {
-  return std::get<1>(sample_with(logits, std::nullopt, temperature, top_k, top_p, min_p, {}, kAllLogprobs, where));
+  const auto penalized = penalties_of(logits);
+  return std::get<1>(sample_with(penalized ? penalized->first : logits, std::nullopt, temperature, top_k, top_p, min_p,
+                                 penalized ? penalized->second : Adjustment{}, kAllLogprobs, where));
 }
 
 mx::array sample_tokens(const mx::array& logits, double temperature, int top_k, double top_p, double min_p,
