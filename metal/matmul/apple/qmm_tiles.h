@@ -13,6 +13,7 @@
 #pragma once
 
 #include "matmul/rows.h"
+#include "mittens/source/affine.h"
 #include "mittens/source/dense.h"
 #include "mittens/tile.h"
 
@@ -232,58 +233,71 @@ inline void multiply_staged(
   constexpr int part = Operand::part;
   // Float32 would show the errors of one long sum.
   constexpr bool are_apart = is_same_v<T, float> || Columns::are_scaled;
+  // Whole steps have a loop of their own where registers suffice: it asks nothing of runs.
+  constexpr int loops = sizeof(T) == 2 && N == 1 && MB == 8 && IsAffine<Source>::value ? 2 : 1;
   const uint columns = of_x.end;
   const uint run = tile_row(lane) * Source::Values::size;
   const threadgroup U* own_row = staged + tile_row(lane) * Operand::row + tile_column(lane) * part;
   fill(sums, 0.0f);
-  for (uint begin = of_x.next(of_x.begin()); begin < columns; begin = of_x.next(begin + Operand::step)) {
-    const float scale = of_x.scale(begin);
-    const uint column = begin + run;
-    const bool is_there = column < columns;
-    typename Source::Run runs[N * NB][2];
+  uint begin = of_x.next(of_x.begin());
 #pragma unroll
-    for (int j = 0; j < N * NB; ++j) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        runs[j][i] = w[j / NB].load(output, j % NB * 8 + i, is_there ? column : 0);
-      }
-    }
-#pragma unroll
-    for (int first = 0; first < Source::Values::size; first += part) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (begin + Operand::step <= columns) {
-        staging.template stage<false>(begin, first, columns);
-      } else {
-        staging.template stage<true>(begin, first, columns);
-      }
-      vec<U, 2> right[N * NB][part];
+  for (int loop = 0; loop < loops; ++loop) {
+    const bool is_whole = loop + 1 < loops;
+    for (; is_whole ? begin + Operand::step <= columns : begin < columns; begin = of_x.next(begin + Operand::step)) {
+      const float scale = of_x.scale(begin);
+      const uint column = begin + run;
+      const bool is_there = column < columns;
+      typename Source::Run runs[N * NB][2];
 #pragma unroll
       for (int j = 0; j < N * NB; ++j) {
-        right_part<T, Source>(runs[j][0], runs[j][1], is_there, first, right[j]);
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
-      for (int i = 0; i < MB; ++i) {
-        float2 products[N * NB];
-#pragma unroll
-        for (int j = 0; j < N * NB; ++j) {
-          products[j] = are_apart ? float2(0.0f) : sums.at[i][j];
-        }
-#pragma unroll
-        for (int u = 0; u < part; u += 2) {
-          const vec<U, 4> left = *(const threadgroup vec<U, 4>*)(own_row + i * 8 * Operand::row + 2 * u);
-#pragma unroll
-          for (int j = 0; j < N * NB; ++j) {
-            products[j] = multiply_tiles<U>(left.xy, right[j][u], products[j]);
-            products[j] = multiply_tiles<U>(left.zw, right[j][u + 1], products[j]);
+        for (int i = 0; i < 2; ++i) {
+          const uint more = j % NB * 8 + i;
+          if constexpr (loops == 2) {
+            // Also of whole steps: of a choice the compiler makes one place for all rows, and no product for each.
+            runs[j][i] = w[j / NB].from_place(output, column, is_there).load(0, more, 0);
+          } else {
+            runs[j][i] = w[j / NB].load(output, more, is_there ? column : 0);
           }
         }
+      }
+#pragma unroll
+      for (int first = 0; first < Source::Values::size; first += part) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (is_whole || begin + Operand::step <= columns) {
+          staging.template stage<false>(begin, first, columns);
+        } else {
+          staging.template stage<true>(begin, first, columns);
+        }
+        vec<U, 2> right[N * NB][part];
 #pragma unroll
         for (int j = 0; j < N * NB; ++j) {
-          if constexpr (Columns::are_scaled) {
-            sums.at[i][j] += scale * products[j];
-          } else {
-            sums.at[i][j] = are_apart ? sums.at[i][j] + products[j] : products[j];
+          right_part<T, Source>(runs[j][0], runs[j][1], is_whole || is_there, first, right[j]);
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+        for (int i = 0; i < MB; ++i) {
+          float2 products[N * NB];
+#pragma unroll
+          for (int j = 0; j < N * NB; ++j) {
+            products[j] = are_apart ? float2(0.0f) : sums.at[i][j];
+          }
+#pragma unroll
+          for (int u = 0; u < part; u += 2) {
+            const vec<U, 4> left = *(const threadgroup vec<U, 4>*)(own_row + i * 8 * Operand::row + 2 * u);
+#pragma unroll
+            for (int j = 0; j < N * NB; ++j) {
+              products[j] = multiply_tiles<U>(left.xy, right[j][u], products[j]);
+              products[j] = multiply_tiles<U>(left.zw, right[j][u + 1], products[j]);
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < N * NB; ++j) {
+            if constexpr (Columns::are_scaled) {
+              sums.at[i][j] += scale * products[j];
+            } else {
+              sums.at[i][j] = are_apart ? sums.at[i][j] + products[j] : products[j];
+            }
           }
         }
       }

@@ -64,6 +64,16 @@ struct Affine {
     return load(row, 0, part * E);
   }
 
+  // The matrix from some row and column on, or from its first element where these are not there.
+  Affine from_place(uint row, uint column, bool is_there) const {
+    const uint group = column >> group_shift;
+    Affine result = *this;
+    result.start.words = is_there ? start.words + row * matrix.words_stride + column / (32 / bits) : 0;
+    result.start.scales = is_there ? start.scales + row * matrix.scales_stride + group : 0;
+    result.start.biases = is_there ? start.biases + row * matrix.biases_stride + group : 0;
+    return result;
+  }
+
   static float scale(Run run) {
     return float(run.scale);
   }
@@ -89,6 +99,16 @@ struct Affine {
     result.matrix.biases_stride = alone ? 0 : matrix.biases_stride;
     return result;
   }
+};
+
+template <typename Source>
+struct IsAffine {
+  static constant constexpr bool value = false;
+};
+
+template <typename T, int bits, int E>
+struct IsAffine<Affine<T, bits, E>> {
+  static constant constexpr bool value = true;
 };
 
 }  // namespace mittens
