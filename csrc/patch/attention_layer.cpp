@@ -30,14 +30,16 @@ bool is_called_by_patch(nb::handle module) {
 
 // Whether the layer's own call would come to the patch's functions, and to no other's that lies on them: what they do
 // is done here at once.
-bool comes_to_patch(const nb::dict& layer, nb::handle cache) {
+bool comes_to_patch(const nb::dict& layer, nb::handle cache, bool is_packed) {
   static PyObject* const home = name("__module__");
   static PyObject* const base = name("mlx_lm.models.base");
   static PyObject* const fast = name("mlx.core.fast");
   static PyObject* const attention = name("scaled_dot_product_attention");
+  static PyObject* const packed_attention = name("quantized_scaled_dot_product_attention");
   static PyObject* const update = name("update_and_fetch");
   const nb::object of_model = member(attribute(layer.type(), home).ptr(), attention);
-  return of_model.is_valid() && of_model.is(member(base, attention)) && is_patched(member(fast, attention)) &&
+  return of_model.is_valid() && of_model.is(member(base, attention)) &&
+         is_patched(is_packed ? member(base, packed_attention) : member(fast, attention)) &&
          is_patched(attribute(cache.type(), update));
 }
 
@@ -146,17 +148,17 @@ nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb:
   if (!x || x->ndim() != 3 || x->shape(1) != 1 || x->is_tracer() || !mask.is_none()) {
     return nb::none();
   }
-  auto held = PlainCache::of(cache);
-  auto rotary = held && comes_to_patch(layer, cache) ? rotary_of(layer) : std::nullopt;
+  auto held = LayerCache::of(cache);
+  auto rotary = held && comes_to_patch(layer, cache, held->packing().bits != 0) ? rotary_of(layer) : std::nullopt;
   if (!rotary) {
     return nb::none();
   }
-  const mx::Dtype dtype = held->keys().dtype();
+  const mx::Dtype dtype = held->dtype();
   const mx::Stream stream = checks::checked_stream("attention layer", {});
   const int heads = attribute<int>(layer, query_heads);
   const bool has_norms = parts.norms[0];
   auto attention = attention_of_token(*held, heads, attribute<float>(layer, scale), has_norms, stream);
-  const int width = held->keys().shape(-1);
+  const int width = held->keys().back();
   if (!attention || (has_norms && !read_norms(layer, parts.norms, *rotary, dtype, width))) {
     return nb::none();
   }

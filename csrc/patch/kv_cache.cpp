@@ -674,21 +674,22 @@ std::optional<TurnedAndSeen> turn_into_cache(const mx::array& heads, mx::array& 
   return TurnedAndSeen{step.result, tokens_until(keys, end), tokens_until(values, end)};
 }
 
-// The attention of one token's queries over the buffers' tokens up to `end`; null where no kernel covers it.
-std::shared_ptr<mx::Primitive> attention_until(const mx::array& keys, const mx::array& values, int query_heads, int end,
-                                               float scale, mx::Stream stream) {
-  mx::Shape seen_keys = keys.shape(), seen_values = values.shape();
-  seen_keys[tokens_axis] = seen_values[tokens_axis] = end;
-  return try_attention_primitive({keys.shape(0), query_heads, 1, keys.shape(3)}, seen_keys, seen_values, keys.dtype(),
-                                 scale, stream);
+// The attention of one token's queries over tokens up to `end`, of keys and values of these shapes; null where no
+// kernel covers it.
+std::shared_ptr<mx::Primitive> attention_until(mx::Shape keys, mx::Shape values, mx::Dtype dtype, int query_heads,
+                                               int end, const AttentionOptions& options, mx::Stream stream) {
+  keys[tokens_axis] = values[tokens_axis] = end;
+  return try_attention_primitive({keys[0], query_heads, 1, keys[3]}, keys, values, dtype, options, stream);
 }
 
 // Appends one token and attends, in one primitive; the buffers become those that hold it.
-mx::array append_and_attend(Append append, std::shared_ptr<mx::Primitive> attention, mx::array& keys, mx::array& values,
-                            int first) {
+mx::array append_and_attend(Append append, std::shared_ptr<mx::Primitive> attention,
+                            const std::vector<mx::array*>& buffers, int first) {
   const mx::Shape shape = append.queries;
   const CacheStep step = cache_step(std::move(append), Attending{std::move(attention), shape, first + 1});
-  replace(keys, values, step);
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    buffers[i]->overwrite_descriptor(step.buffers[i]);
+  }
   return step.result;
 }
 
@@ -704,7 +705,9 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
   {
     const Tentative tentative;  // the append and the attention are asked for one by one then
     append = append_of(heads, keys, values, rotary, first, stream);
-    attention = append ? attention_until(keys, values, append->queries[1], first + 1, scale, stream) : nullptr;
+    attention = append ? attention_until(keys.shape(), values.shape(), keys.dtype(), append->queries[1], first + 1,
+                                         {.scale = scale}, stream)
+                       : nullptr;
   }
   if (!attention) {
     return std::nullopt;
@@ -718,7 +721,7 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
     replace(keys, values, step);
     return mx::reshape(y, {y.shape(0), 1, -1}, stream);
   }
-  return append_and_attend(*std::move(append), std::move(attention), keys, values, first);
+  return append_and_attend(*std::move(append), std::move(attention), {&keys, &values}, first);
 }
 
 void bind(nb::module_& module) {
@@ -751,61 +754,100 @@ const Register registered(bind);
 
 }  // namespace
 
-PlainCache::PlainCache(nb::handle cache, nb::object keys, nb::object values)
+LayerCache::LayerCache(nb::handle cache, nb::object keys, nb::object values, std::vector<mx::array*> buffers,
+                       Packing packing)
     : cache_(nb::borrow(cache)),
       keys_(std::move(keys)),
       values_(std::move(values)),
+      buffers_(std::move(buffers)),
+      packing_(packing),
       offset_(attribute<int>(cache, offset_name())) {}
 
-std::optional<PlainCache> PlainCache::of(nb::handle cache) {
-  static PyObject* const kind = name("KVCache");
-  if (!is_cache(cache, kind)) {
+std::optional<LayerCache> LayerCache::of(nb::handle cache) {
+  static PyObject* const plain = name("KVCache");
+  static PyObject* const quantized = name("QuantizedKVCache");
+  static PyObject* const group_size = name("group_size");
+  static PyObject* const bits = name("bits");
+  const bool is_plain = is_cache(cache, plain);
+  if (!is_plain && !is_cache(cache, quantized)) {
     return std::nullopt;
   }
-  nb::object keys = attribute(cache, buffer_names()[0]);
-  nb::object values = attribute(cache, buffer_names()[1]);
-  if (!as_array(keys) || !as_array(values)) {
+  nb::object kept[] = {attribute(cache, buffer_names()[0]), attribute(cache, buffer_names()[1])};
+  std::vector<mx::array*> buffers;
+  Packing packing;
+  for (const nb::object& one : kept) {
+    if (is_plain) {
+      buffers.push_back(as_array(one));
+    } else if (const auto held = held_triple(one)) {
+      buffers.insert(buffers.end(), held->begin(), held->end());
+    }
+  }
+  if (!is_plain) {
+    packing = {attribute<int>(cache, group_size), attribute<int>(cache, bits)};
+  }
+  if (buffers.size() != buffers_of(packing) || packing.bits < 0 ||
+      std::any_of(buffers.begin(), buffers.end(), [](const mx::array* a) { return !a || a->ndim() != 4; })) {
     return std::nullopt;
   }
-  return PlainCache(cache, std::move(keys), std::move(values));
+  return LayerCache(cache, std::move(kept[0]), std::move(kept[1]), std::move(buffers), packing);
 }
 
-void PlainCache::advance(int tokens) {
+mx::Shape LayerCache::keys() const {
+  return unpacked(*buffers_[0], packing_.bits);
+}
+
+mx::Shape LayerCache::values() const {
+  return unpacked(*buffers_[buffers_.size() / 2], packing_.bits);
+}
+
+mx::Dtype LayerCache::dtype() const {
+  return buffers_[packing_.bits ? 1 : 0]->dtype();
+}
+
+void LayerCache::advance(int tokens) {
   offset_ += tokens;
   nb::setattr(cache_, nb::handle(offset_name()), nb::int_(offset_));
 }
 
-std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale, bool has_norms,
+std::shared_ptr<mx::Primitive> attention_of_token(const LayerCache& cache, int query_heads, float scale, bool has_norms,
                                                   mx::Stream stream) {
   const int end = cache.offset() + 1;
-  for (const auto* buffer : {&cache.keys(), &cache.values()}) {
-    if (buffer->ndim() != 4 || buffer->dtype() != cache.keys().dtype() || end < 1 || end > buffer->shape(tokens_axis)) {
+  const Packing& packing = cache.packing();
+  const mx::Dtype dtype = cache.dtype();
+  for (const mx::array* buffer : cache.buffers()) {
+    const bool has_type = buffer->dtype() == dtype || (packing.bits && buffer->dtype() == mx::uint32);
+    if (!has_type || end < 1 || end > buffer->shape(tokens_axis)) {
       return nullptr;
     }
   }
   const Tentative tentative;
-  const mx::array& keys = cache.keys();
-  const mx::Shape heads = {keys.shape(0), query_heads + 2 * keys.shape(1), 1, keys.shape(3)};
-  if (prefer_mx_append(heads, keys.dtype(), has_norms, stream)) {
+  const mx::Shape keys = cache.keys();
+  const mx::Shape heads = {keys[0], query_heads + 2 * keys[1], 1, keys[3]};
+  if (packing.bits ? is_switched_off("quantized_rope_append") : prefer_mx_append(heads, dtype, has_norms, stream)) {
     return nullptr;
   }
   try {
-    return attention_until(cache.keys(), cache.values(), query_heads, end, scale, stream);
+    const AttentionOptions options{.scale = scale, .bits = packing.bits, .group_size = packing.group_size};
+    return attention_until(keys, cache.values(), dtype, query_heads, end, options, stream);
   } catch (const std::invalid_argument&) {  // the model's own call says what is wrong
     return nullptr;
   }
 }
 
-std::optional<mx::array> attend(PlainCache& cache, std::shared_ptr<mx::Primitive> attention, const mx::array& queries,
+std::optional<mx::array> attend(LayerCache& cache, std::shared_ptr<mx::Primitive> attention, const mx::array& queries,
                                 const mx::array& keys, const mx::array& values, const Rotary& rotary,
                                 mx::Stream stream) {
   const int first = cache.offset();
   const Tentative tentative;
-  auto append = rope_append_of(queries, keys, values, {cache.keys(), cache.values()}, {}, rotary, first, first, stream);
+  Arrays buffers;
+  for (const mx::array* buffer : cache.buffers()) {
+    buffers.push_back(*buffer);
+  }
+  auto append = rope_append_of(queries, keys, values, buffers, cache.packing(), rotary, first, first, stream);
   if (!append || !may_be_a_step(*append)) {
     return std::nullopt;
   }
-  mx::array y = append_and_attend(*std::move(append), std::move(attention), cache.keys(), cache.values(), first);
+  mx::array y = append_and_attend(*std::move(append), std::move(attention), cache.buffers(), first);
   cache.advance(1);
   return y;
 }

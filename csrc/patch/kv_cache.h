@@ -1,8 +1,9 @@
-// mlx-lm's plain key/value cache, and a token's attention over it.
+// mlx-lm's key/value cache of a layer, and a token's attention over it.
 #pragma once
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include <nanobind/nanobind.h>
 
@@ -11,16 +12,21 @@
 
 namespace mittens {
 
-// A KVCache that holds tokens; a subclass of it is none.
-class PlainCache {
+// A KVCache or a QuantizedKVCache that holds tokens; a subclass of them is none.
+class LayerCache {
  public:
-  static std::optional<PlainCache> of(nanobind::handle cache);
+  static std::optional<LayerCache> of(nanobind::handle cache);
 
-  mx::array& keys() const {
-    return *nanobind::inst_ptr<mx::array>(keys_);
+  // The shapes of keys and values, as if they were not packed, and the type that they are read in.
+  mx::Shape keys() const;
+  mx::Shape values() const;
+  mx::Dtype dtype() const;
+
+  const std::vector<mx::array*>& buffers() const {
+    return buffers_;
   }
-  mx::array& values() const {
-    return *nanobind::inst_ptr<mx::array>(values_);
+  const Packing& packing() const {
+    return packing_;
   }
   int offset() const {
     return offset_;
@@ -28,23 +34,26 @@ class PlainCache {
   void advance(int tokens);
 
  private:
-  PlainCache(nanobind::handle cache, nanobind::object keys, nanobind::object values);
+  LayerCache(nanobind::handle cache, nanobind::object keys, nanobind::object values, std::vector<mx::array*> buffers,
+             Packing packing);
 
   nanobind::object cache_;
   nanobind::object keys_;
   nanobind::object values_;
+  std::vector<mx::array*> buffers_;  // in keys and values, each four-dimensional
+  Packing packing_;
   int offset_;
 };
 
 // The attention of one token's queries over what the cache holds and the token itself; null where it has no room for
 // that, no kernel covers it, or mx is faster at it or at what comes before: the rotary embedding, after norms of heads
 // if there are any, and the append.
-std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale, bool has_norms,
+std::shared_ptr<mx::Primitive> attention_of_token(const LayerCache& cache, int query_heads, float scale, bool has_norms,
                                                   mx::Stream stream);
 
 // Does it: the token's queries, keys and values are [batch, 1, heads * width], as is the result, and the latter two are
 // in the cache then. None where they do not fit, or a transformation looks at them.
-std::optional<mx::array> attend(PlainCache& cache, std::shared_ptr<mx::Primitive> attention, const mx::array& queries,
+std::optional<mx::array> attend(LayerCache& cache, std::shared_ptr<mx::Primitive> attention, const mx::array& queries,
                                 const mx::array& keys, const mx::array& values, const Rotary& rotary,
                                 mx::Stream stream);
 

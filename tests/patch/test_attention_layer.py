@@ -12,7 +12,7 @@ from helpers import tiny
 from helpers.support import assert_same_bits
 from helpers.tolerances import SUMS, assert_near, of_layer
 from mlx_lm.models import llama, qwen3
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_mittens as mm
@@ -47,6 +47,13 @@ class Layer:
     def cache(self, kind=KVCache) -> KVCache:
         cache = kind()
         cache.keys, cache.values = (mx.array(np.array(a.astype(mx.float32))).astype(a.dtype) for a in self.state)
+        cache.offset = self.held
+        mx.eval(cache.keys, cache.values)
+        return cache
+
+    def packed(self, bits, group_size=64) -> QuantizedKVCache:
+        cache = QuantizedKVCache(group_size, bits)
+        cache.keys, cache.values = (mx.quantize(a, group_size, bits) for a in self.state)
         cache.offset = self.held
         mx.eval(cache.keys, cache.values)
         return cache
@@ -86,6 +93,48 @@ def test_tokens_give_what_they_gave(rng, executor, dtype, name, batch):
     for i, (a, b) in enumerate(zip(results, expected, strict=True)):
         assert a.dtype == dtype
         assert_near(a, b, f"result {i}", of_layer(dtype))
+
+
+@pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32)])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_with_a_quantized_cache(rng, executor, dtype, name, batch, bits, group_size):
+    """The bits of the layer's own call, whose append and attention are two primitives."""
+    layer = Layer(rng, name, dtype, batch)
+
+    def run():
+        cache = layer.packed(bits, group_size)
+        results = [layer.module(layer.x * (i + 1), None, cache) for i in range(3)]
+        assert cache.offset == layer.held + 3
+        return [*results, *(a[:, :, : cache.offset] for a in (*cache.keys, *cache.values))]
+
+    with mm.patched(linear=False, attention_layer=False):
+        expected = run()
+        mx.eval(expected)
+    mm.stats(reset=True)
+    with mm.patched(linear=False):
+        assert layer.attempt(cache=layer.packed(bits, group_size)) is not None
+        results = run()
+        mx.eval(results)
+    counts = mm.stats()
+    assert {op: sum(counts[op]["kernels"].values()) for op in counts} == {
+        "quantized_rope_append": 3,
+        "quantized_scaled_dot_product_attention": 3,
+    }
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_same_bits(a, b, f"result {i}")
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_is_not_copied_while_steps_are_on_their_way(rng, native, name, bits):
+    layer = Layer(rng, name, mx.float16, capacity=4096)
+    cache = layer.packed(bits) if bits else layer.cache()
+    buffers = [*cache.keys, *cache.values] if bits else [cache.keys, cache.values]
+    places = [np.asarray(memoryview(a)).ctypes.data for a in buffers]
+    with mm.patched():
+        mx.eval([layer.module(layer.x * (i + 1), None, cache) for i in range(20)], buffers)
+    assert [np.asarray(memoryview(a)).ctypes.data for a in buffers] == places
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,7 +192,7 @@ def test_the_installed_layers_are_those_that_are_known(target):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_others_stay_what_they_were(rng, monkeypatch, name):
-    """What is not one token with a plain cache and a known rotary embedding."""
+    """What is not one token with a cache and a rotary embedding that are known."""
     layer = Layer(rng, name)
     module = layer.module
 
@@ -153,7 +202,8 @@ def test_others_stay_what_they_were(rng, monkeypatch, name):
     class Turn(nn.RoPE):
         pass
 
-    quantized = layer.cache().to_quantized(group_size=32, bits=8)
+    other_scales = layer.packed(8)
+    other_scales.values = [a.astype(mx.float16) if a.dtype == mx.float32 else a for a in other_scales.values]
     rotating = RotatingKVCache(max_size=16)
     rotating.update_and_fetch(*(a[:, :, :5] for a in layer.state))
     other_dtype = layer.cache()
@@ -170,7 +220,9 @@ def test_others_stay_what_they_were(rng, monkeypatch, name):
         "an empty cache": {"cache": KVCache()},
         "a full cache": {"cache": full},
         "a subclass": {"cache": layer.cache(Subclass)},
-        "a quantized cache": {"cache": quantized},
+        "a quantized cache of 6 bits": {"cache": layer.packed(6)},
+        "an empty quantized cache": {"cache": QuantizedKVCache(64, 8)},
+        "a quantized cache of two types": {"cache": other_scales},
         "a rotating cache": {"cache": rotating},
         "no cache at all": {"cache": object()},
         "a cache of another type": {"cache": other_dtype},
@@ -189,6 +241,9 @@ def test_others_stay_what_they_were(rng, monkeypatch, name):
             before = getattr(cache, "offset", 0)
             assert layer.attempt(**call) is None, what
             assert getattr(cache, "offset", 0) == before, what
+        for switch in ("quantized_scaled_dot_product_attention", "cache"):
+            with mm.patched(linear=False, **{switch: False}):
+                assert layer.attempt(cache=layer.packed(8)) is None, switch
         for what, rope in turns.items():
             monkeypatch.setitem(module, "rope", rope)
             assert layer.attempt() is None, what

@@ -443,12 +443,13 @@ const Register registered(bind);
 }  // namespace
 
 std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
-                                                       mx::Dtype dtype, float scale, mx::Stream stream) {
+                                                       mx::Dtype dtype, AttentionOptions options, mx::Stream stream) {
+  const char* const op = options.bits ? "quantized_scaled_dot_product_attention" : mittens::op;
   check_heads(op, q, k, v);
   if (has_empty(q) || has_empty(k) || has_empty(v)) {
     return nullptr;
   }
-  const AttentionOptions options{.scale = scale, .exact = is_exact()};
+  options.exact = is_exact();
   if (std::string reason = not_covered(q, v, dtype, options, stream); !reason.empty()) {
     fallback(op, std::move(reason));
     return nullptr;

@@ -120,9 +120,9 @@ bool is_of_nothing(const AttentionCall& call);
 // Why no kernel covers a call that has both; empty where one does.
 std::string attention_missing(const AttentionCall& call, mx::Stream stream);
 
-// The primitive of a call without mask and sinks, of queries, keys and values of these shapes; none where no kernel
-// covers it or there is nothing to do.
+// The primitive of a call without mask and sinks, of queries, keys and values of these shapes, as if they were not
+// packed; none where no kernel covers it or there is nothing to do.
 std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
-                                                       mx::Dtype dtype, float scale, mx::Stream stream);
+                                                       mx::Dtype dtype, AttentionOptions options, mx::Stream stream);
 
 }  // namespace mittens

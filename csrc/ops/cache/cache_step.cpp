@@ -47,12 +47,12 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
     all.insert(all.end(), inputs.begin() + 1, inputs.begin() + 1 + static_cast<std::ptrdiff_t>(buffer_count_));
     append_->plan(inputs, all, plan);
     if (auto* attention = attending_ ? dynamic_cast<Plannable*>(attending_->primitive.get()) : nullptr) {
-      for (size_t i : {1, 2}) {
+      for (size_t i = 1; i <= buffer_count_; ++i) {
         mx::Shape seen = all[i].shape();
         seen[tokens_axis] = attending_->end;
         all[i] = stand_in(std::move(seen), all[i].dtype());
       }
-      attention->plan({all[0], all[1], all[2]}, {stand_in(attending_->shape, outputs[0].dtype())}, plan);
+      attention->plan(all, {stand_in(attending_->shape, outputs[0].dtype())}, plan);
     }
   }
 
@@ -76,7 +76,10 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
     }
     if (attending_) {
       kept.push_back(all[0]);
-      Arrays seen = {all[0], seen_of(all[1]), seen_of(all[2])};
+      Arrays seen = {all[0]};
+      for (size_t i = 1; i <= buffer_count_; ++i) {
+        seen.push_back(seen_of(all[i]));
+      }
       Arrays attended = {unmade(attending_->shape, outputs[0])};
       ((*attending_->primitive).*eval)(seen, attended);
       outputs[0].copy_shared_buffer(attended[0], outputs[0].strides(), attended[0].flags(), attended[0].data_size());

@@ -19,9 +19,9 @@ struct Append {
   size_t buffers;  // so many inputs after the first
 };
 
-// An attention over the first tokens of the buffers, one of keys and one of values.
+// An attention over the first tokens of the buffers.
 struct Attending {
-  std::shared_ptr<mx::Primitive> primitive;  // of queries, keys and values
+  std::shared_ptr<mx::Primitive> primitive;  // of queries and the buffers
   mx::Shape shape;  // of its output
   int end;  // the tokens that it sees
 };

@@ -620,10 +620,11 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
   if (rotary.begin > 0 && !may_share_key(new_queries, new_keys, new_values, packing, rotary)) {
     return std::nullopt;
   }
+  const int columns = buffers[0].shape(3);
   const int width = rotary.begin > 0       ? rotary.begin + rotary.dims
                     : new_keys.ndim() == 4 ? new_keys.shape(3)
-                    : is_packed            ? 0
-                                           : buffers[0].shape(3);
+                    : is_packed            ? static_cast<int>(int64_t(columns) * 32 / packing.bits)
+                                           : columns;
   const int value_width = is_packed ? width : buffers[1].shape(3);
   const auto queries = shape_of_heads(new_queries, width);
   auto fresh_keys = shape_of_heads(new_keys, width);
@@ -652,7 +653,7 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
     }
   }
   try {
-    check_rotary("rope_append", rotary, new_keys.ndim() == 4 && rotary.begin == 0 ? new_keys : buffers[0]);
+    check_rotary("rope_append", rotary, mx::array({width}, dtype, nullptr, {}));
     check_offset("rope_append", offset, buffers[0]);
   } catch (const std::invalid_argument&) {  // which the caller's own op says
     return std::nullopt;
