@@ -210,12 +210,20 @@ _PLACES = (
         ("recurrence.metal",), ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_gated_delta_update.py",),
     ),
     Place(
+        ("gated_delta_inputs",), "recurrence", "gated_delta_inputs.cpp", (), ("layer_inputs.metal",),
+        ("layer_inputs.cpp",), ("test_layer_inputs.py",),
+    ),
+    Place(
         ("gated_delta_token",), "recurrence", "gated_delta_token.cpp", ("plan.cpp",), ("gated_delta_token.metal",),
         ("gated_delta_token.cpp",), ("test_gated_delta_token.py",),
     ),
     Place(
         ("short_conv_token",), "recurrence", "short_conv_token.cpp", (), ("short_conv_token.metal",),
         ("short_conv_token.cpp",), ("test_token_layers.py",),
+    ),
+    Place(
+        ("ssm_inputs",), "recurrence", "ssm_inputs.cpp", (), ("layer_inputs.metal",),
+        ("layer_inputs.cpp",), ("test_layer_inputs.py",),
     ),
     Place(
         ("ssm_token",), "recurrence", "ssm_token.cpp", ("plan.cpp",), ("ssm_token.metal",),

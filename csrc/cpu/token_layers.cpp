@@ -4,8 +4,13 @@
 
 namespace mittens::cpu {
 
+MITTENS_VERSIONS(layer_inputs)
 MITTENS_VERSIONS(short_conv_token)
 MITTENS_VERSIONS(ssm_token)
+
+void layer_inputs(Type type, const LayerInputs& all) {
+  layer_inputs_versions[isa_index()](type, all);
+}
 
 void short_conv_token(Type type, const ShortConvToken& shape, const void* projected,
                       const TokenConvolution& convolution, void* y) {

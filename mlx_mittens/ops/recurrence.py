@@ -9,16 +9,94 @@ import mlx.core as mx
 from ._declaration import StreamOrDevice, defined_in_extension
 
 __all__ = [
+    "gated_delta_inputs",
     "gated_delta_token",
     "gated_delta_update",
     "linear_attention",
     "short_conv_token",
+    "ssm_inputs",
     "ssm_token",
     "ssm_update",
 ]
 
 # One of all channels of a convolution, or one each of queries, keys and values.
 Convolved = TypeVar("Convolved", mx.array, tuple[mx.array, mx.array, mx.array])
+
+
+@defined_in_extension
+def gated_delta_inputs(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    conv_state: Convolved | None,
+    conv_weight: Convolved,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+    *,
+    key_eps: float = 1e-6,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, Convolved]:
+    """What ``gated_delta_update`` takes of a prompt, from the projections of a layer: Qwen3-Next, Kimi Linear.
+
+    A causal convolution of ``q``, ``k`` and ``v`` with the steps before, SiLU, the norms of queries and keys, gates
+    and rates, in one launch::
+
+        window = concatenate([conv_state, [q k v]]);  q k v = silu(convolution(window, conv_weight))
+        q = q / |q| / sqrt(columns);  k = k / |k|
+        gamma = exp(-exp(A_log) * softplus(a + dt_bias));  beta = sigmoid(b)
+
+    Steps that the mask hides have zeros for ``q``, ``k`` and ``v`` before the convolution. All is computed in float32,
+    and rounded once. The inputs may be views of one projection. Gradients are those of mx operations.
+
+    Args:
+        q (array): Queries before the convolution, of shape ``[batch, steps, key_heads, columns]``; float32, float16 or
+            bfloat16.
+        k (array): Keys before the convolution, of ``q``'s shape.
+        v (array): Values before the convolution, of shape ``[batch, steps, key_heads, heads of each, rows]``.
+        a (array): Time steps before their bias, of shape ``[batch, steps, key_heads, heads of each]``, or with
+            ``columns`` as a last dimension.
+        b (array): Rates before their sigmoid, of shape ``[batch, steps, key_heads, heads of each]``.
+        conv_state (array, tuple of arrays or None): The convolution's inputs of the steps before, the last one last, of
+            shape ``[batch, taps - 1, channels]``: all channels of ``q``, then of ``k``, then of ``v``. Or three arrays,
+            where ``conv_weight`` is three. ``None`` means zeros.
+        conv_weight (array or tuple of arrays): Of shape ``[channels, taps]``, or ``[channels, taps, 1]`` as
+            ``mlx.nn.Conv1d`` has it; or three arrays.
+        A_log (array): Logarithms of the rates of decay, of shape ``[heads]``: all heads of the first key head first.
+        dt_bias (array): Of shape ``[heads]``, or ``[heads, columns]`` where ``a`` has columns.
+        mask (array, optional): The steps that are seen, of shape ``[batch, steps]`` and type bool.
+        lengths (array, optional): The steps behind which the next state is taken, of shape ``[batch]`` and an integer
+            type; by default all.
+        key_eps (float): What is added to the sums of squares of queries and keys. Default: ``1e-6``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: ``q`` and ``k`` of their shapes, ``v`` of shape ``[batch, steps, heads, rows]``, all of the promoted type
+        of the first five arguments; ``gamma`` of shape ``[batch, steps, heads]``, with ``columns`` behind where ``a``
+        has them, and ``beta`` of shape ``[batch, steps, heads]``, both float32; and the next ``conv_state``, of the
+        type of the one given.
+
+    Raises:
+        DtypeError: An argument is not of a type named above.
+        ValueError: Shapes do not fit together, or ``key_eps`` is negative or not finite.
+
+    Example:
+        >>> q = k = mx.random.normal((1, 5, 2, 64))
+        >>> v = mx.random.normal((1, 5, 2, 2, 32))
+        >>> a = b = mx.random.normal((1, 5, 2, 2))
+        >>> weight = mx.random.normal((384, 4))
+        >>> q, k, v, gamma, beta, past = mm.gated_delta_inputs(q, k, v, a, b, None, weight, mx.zeros(4), mx.zeros(4))
+        >>> v.shape, gamma.shape, past.shape
+        ((1, 5, 4, 32), (1, 5, 4), (1, 3, 384))
+
+    Source:
+        Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
+        https://arxiv.org/abs/2412.06464.
+    """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -336,6 +414,61 @@ def short_conv_token(
 
     Source:
         Liquid AI, "LFM2 Technical Report", 2025, https://arxiv.org/abs/2511.23404.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def ssm_inputs(
+    mixed: mx.array,
+    conv_state: mx.array | None,
+    conv_weight: mx.array,
+    conv_bias: mx.array | None,
+    inner: int,
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+    *,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """What ``ssm_update`` takes of a prompt, from the projection of a layer of Mamba 2, in one launch::
+
+        window = concatenate([conv_state, mixed])
+        x, B, C = split(silu(convolution(window, conv_weight) + conv_bias))
+
+    Steps that the mask hides have zeros for ``mixed``. All is computed in float32, and rounded once. ``mixed`` may be a
+    view of the projection. Gradients are those of mx operations.
+
+    Args:
+        mixed (array): The channels of ``x``, ``B`` and ``C`` side by side, of shape ``[batch, steps, channels]``;
+            float32, float16 or bfloat16.
+        conv_state (array or None): The convolution's inputs of the steps before, the last one last, of shape
+            ``[batch, taps - 1, channels]``. ``None`` means zeros.
+        conv_weight (array): Of shape ``[channels, taps]``, or ``[channels, taps, 1]`` as ``mlx.nn.Conv1d`` has it.
+        conv_bias (array or None): Of shape ``[channels]``.
+        inner (int): How many channels ``x`` has. ``B`` and ``C`` share the rest.
+        mask (array, optional): The steps that are seen, of shape ``[batch, steps]`` and type bool.
+        lengths (array, optional): The steps behind which the next state is taken, of shape ``[batch]`` and an integer
+            type; by default all.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: ``x`` of shape ``[batch, steps, inner]``, ``B`` and ``C`` of shape
+        ``[batch, steps, (channels - inner) / 2]``, all of the type of ``mixed``, and the next ``conv_state``, of the
+        type of the one given.
+
+    Raises:
+        DtypeError: An argument is not of a type named above.
+        ValueError: Shapes do not fit together.
+
+    Example:
+        >>> mixed, weight = mx.random.normal((1, 5, 128)), mx.random.normal((128, 4))
+        >>> x, b, c, past = mm.ssm_inputs(mixed, None, weight, None, 64)
+        >>> x.shape, b.shape, past.shape
+        ((1, 5, 64), (1, 5, 32), (1, 3, 128))
+
+    Source:
+        Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+        Duality", 2024, https://arxiv.org/abs/2405.21060.
     """
     raise NotImplementedError
 

@@ -1,8 +1,9 @@
-"""Layers of mlx-lm's models that keep a state in the place of keys and values, one token at a time.
+"""Layers of mlx-lm's models that keep a state in the place of keys and values.
 
-LFM2's take prompts too. A function here computes what the call of a known class does, and gives None where that is to
-be called: for other prompts, masks, lengths, states that are not there yet, and sharded layers. `targets` names the
-classes by what their calls do.
+A token behind others is one launch between its projections. Prompts, first tokens, and tokens with a mask or lengths
+are one launch before the steps of mlx-lm, and LFM2's convolution is one launch for prompts too. A function here
+computes what the call of a known class does, and gives None where that is to be called: without a cache, and for
+sharded layers. `targets` names the classes by what their calls do.
 """
 
 from __future__ import annotations
@@ -54,11 +55,22 @@ def _are_known(functions: tuple[tuple[str, str, str], ...]) -> bool:
     return all(digest_in(sys.modules[module], name) == known for module, name, known in functions)
 
 
-def _is_one_token(inputs: mx.array, mask: Any, cache: Any, states: int) -> bool:
-    """Whether a call is of one token behind others, whose states the cache has."""
-    if inputs.ndim != 3 or inputs.shape[1] != 1 or mask is not None or cache is None or _ext.exporting():
+def _is_known_call(inputs: mx.array, mask: Any, cache: Any) -> bool:
+    """Whether a call is of tokens with a cache, and a mask of them if any."""
+    if inputs.ndim != 3 or inputs.shape[1] == 0 or cache is None or _ext.exporting():
         return False
-    return cache.lengths is None and all(cache[i] is not None for i in range(states))
+    if mask is None:
+        return True
+    return isinstance(mask, mx.array) and mask.shape == inputs.shape[:2] and mask.dtype == mx.bool_
+
+
+def _is_unmasked(mask: Any, cache: Any) -> bool:
+    return mask is None and cache.lengths is None
+
+
+def _is_one_token(inputs: mx.array, mask: Any, cache: Any, states: int) -> bool:
+    """Whether a known call is of one token behind others, whose states the cache has."""
+    return inputs.shape[1] == 1 and _is_unmasked(mask, cache) and all(cache[i] is not None for i in range(states))
 
 
 def _has_own_channels(conv: Any) -> bool:
@@ -68,106 +80,148 @@ def _has_own_channels(conv: Any) -> bool:
     return (conv.stride, conv.padding, conv.dilation) == (1, 0, 1)
 
 
-def _state_of(layer: Any, inputs: mx.array, mask: Any, cache: Any) -> tuple[mx.array, mx.array] | None:
-    """The states of the convolution and of the heads, where one launch computes a token with them."""
-    if not _is_one_token(inputs, mask, cache, 2) or not _are_known(_DELTA):
-        return None
+def _is_known_delta(layer: Any, inputs: mx.array, mask: Any, cache: Any) -> bool:
+    """Whether the parts of a layer with one convolution are known."""
+    if not _is_known_call(inputs, mask, cache) or not _are_known(_DELTA):
+        return False
     conv, norm = layer["conv1d"], layer["norm"]
-    if not _has_own_channels(conv) or "bias" in conv or digest(type(norm).__call__) != _NORM:
-        return None
-    return cache[0], cache[1]
+    return _has_own_channels(conv) and "bias" not in conv and digest(type(norm).__call__) == _NORM
 
 
-def _token(layer: Any, states: tuple[mx.array, mx.array], cache: Any, *projected: mx.array) -> mx.array:
+def _delta_steps(
+    layer: Any,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    gates: mx.array,
+    rates: mx.array,
+    state: mx.array | None,
+    mask: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """The end of mlx-lm's gated_delta_update, which has the gates and rates already."""
+    if state is None:
+        state = mx.zeros((q.shape[0], v.shape[2], v.shape[3], q.shape[3]), mx.float32)
+    on_apple = mx.default_device() == mx.gpu and mx.metal.is_available()
+    if layer.training or not on_apple or q.shape[3] % 32 != 0:
+        y, state = _ext.try_gated_delta_ops(q, k, v, gates, rates, state.astype(mx.float32), mask) or (None, state)
+        steps = "gated_delta_ops"
+    else:
+        y, state = _ext.try_gated_delta_kernel(q, k, v, gates, rates, state, mask) or (None, state)
+        steps = "gated_delta_kernel"
+    if y is None:
+        y, state = getattr(sys.modules["mlx_lm.models.gated_delta"], steps)(q, k, v, gates, rates, state, mask)
+    return y.astype(q.dtype), state
+
+
+def _delta(layer: Any, is_one: bool, mask: Any, cache: Any, *projected: mx.array) -> mx.array:
     """The layer's output from what is projected: q, k, v, z, a and b."""
-    conv_state, state = states
-    norm = layer["norm"]
-    y, cache[0], cache[1] = _ext.gated_delta_token(
-        *projected,
-        conv_state,
-        layer["conv1d"]["weight"],
-        layer["A_log"],
-        layer["dt_bias"],
-        norm["weight"],
-        state,
-        eps=norm.eps,
-        key_eps=_KEY_EPS,
-    )
-    cache.advance(1)
-    return cast(mx.array, layer["out_proj"](y.reshape(y.shape[0], 1, -1)))
+    weights = layer["conv1d"]["weight"], layer["A_log"], layer["dt_bias"]
+    norm, batch = layer["norm"], projected[0].shape[0]
+    if is_one:
+        y, cache[0], cache[1] = _ext.gated_delta_token(
+            *projected, cache[0], *weights, norm["weight"], cache[1], eps=norm.eps, key_eps=_KEY_EPS
+        )
+    else:
+        q, k, v, z, a, b = projected
+        q, k, v, gates, rates, cache[0] = _ext.gated_delta_inputs(
+            q, k, v, a, b, cache[0], *weights, mask, cache.lengths, key_eps=_KEY_EPS
+        )
+        y, cache[1] = _delta_steps(layer, q, k, v, gates, rates, cache[1], mask)
+        y = norm(y.reshape(z.shape), z)
+    tokens = 1 if is_one else y.shape[1]
+    cache.advance(tokens)
+    return cast(mx.array, layer["out_proj"](y.reshape(batch, tokens, -1)))
 
 
 def qwen3_next_delta(layer: Any, inputs: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.qwen3_next.Qwen3NextGatedDeltaNet, whose projections hold the parts of one key head together."""
-    states = _state_of(layer, inputs, mask, cache)
-    if states is None or digest(type(layer).fix_query_key_value_ordering) != _ORDERING:
+    if not _is_known_delta(layer, inputs, mask, cache):
         return None
-    batch, key_heads, columns, rows = inputs.shape[0], layer.num_k_heads, layer.head_k_dim, layer.head_v_dim
+    if digest(type(layer).fix_query_key_value_ordering) != _ORDERING:
+        return None
+    is_one = _is_one_token(inputs, mask, cache, 2)
+    each = inputs.shape[:1] if is_one else inputs.shape[:2]
+    key_heads, columns, rows = layer.num_k_heads, layer.head_k_dim, layer.head_v_dim
     group = layer.num_v_heads // key_heads
     names = ("in_proj_qkvz", "in_proj_ba")
-    qkvz, ba = (y.reshape(batch, key_heads, -1) for y in products(inputs, [layer[name] for name in names], alone=True))
+    qkvz, ba = (y.reshape(*each, key_heads, -1) for y in products(inputs, [layer[name] for name in names], alone=True))
     v, z = (
-        qkvz[..., start : start + group * rows].reshape(batch, key_heads, group, rows)
+        qkvz[..., start : start + group * rows].reshape(*each, key_heads, group, rows)
         for start in (2 * columns, 2 * columns + group * rows)
     )
     q, k = qkvz[..., :columns], qkvz[..., columns : 2 * columns]
-    return _token(layer, states, cache, q, k, v, z, ba[..., group:], ba[..., :group])
+    return _delta(layer, is_one, mask, cache, q, k, v, z, ba[..., group:], ba[..., :group])
 
 
 def qwen3_5_delta(layer: Any, inputs: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.qwen3_5.GatedDeltaNet, which has a projection for each part."""
-    states = _state_of(layer, inputs, mask, cache)
-    if states is None or layer.sharding_group is not None:
+    if not _is_known_delta(layer, inputs, mask, cache) or layer.sharding_group is not None:
         return None
-    batch, key_heads, columns, rows = inputs.shape[0], layer.num_k_heads, layer.head_k_dim, layer.head_v_dim
-    heads = batch, key_heads, layer.num_v_heads // key_heads
+    is_one = _is_one_token(inputs, mask, cache, 2)
+    each = inputs.shape[:1] if is_one else inputs.shape[:2]
+    key_heads, columns, rows = layer.num_k_heads, layer.head_k_dim, layer.head_v_dim
+    heads = *each, key_heads, layer.num_v_heads // key_heads
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     qkv, z, b, a = products(inputs, [layer[name] for name in names], alone=True)
-    q, k = (qkv[..., start : start + layer.key_dim].reshape(batch, key_heads, columns) for start in (0, layer.key_dim))
+    q, k = (qkv[..., start : start + layer.key_dim].reshape(*each, key_heads, columns) for start in (0, layer.key_dim))
     v = qkv[..., 2 * layer.key_dim :].reshape(*heads, rows)
-    return _token(layer, states, cache, q, k, v, z.reshape(*heads, rows), a.reshape(heads), b.reshape(heads))
+    views = q, k, v, z.reshape(*heads, rows), a.reshape(heads), b.reshape(heads)
+    return _delta(layer, is_one, mask, cache, *views)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _gated_by_sigmoid(y: mx.array, z: mx.array) -> mx.array:
+    return y * mx.sigmoid(z)
 
 
 def kimi_delta(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.kimi_linear.KimiDeltaAttention, which has a decay for each column and three convolutions."""
     convolutions = [layer[name] for name in ("q_conv", "k_conv", "v_conv")]
     convs = [each["conv"] for each in convolutions]
-    if not _is_one_token(x, mask, cache, 4) or not _are_known(_DELTA[:3]):
+    if not _is_known_call(x, mask, cache) or not _are_known(_DELTA[:3]):
         return None
     if any(digest(type(each).__call__) != _KIMI_CONVOLUTION for each in convolutions):
         return None
     norm = layer["o_norm"]
     if any("bias" in conv or not _has_own_channels(conv) for conv in convs) or not is_rms_norm(norm):
         return None
-    heads = x.shape[0], layer.num_heads, layer.head_dim
+    is_one = _is_one_token(x, mask, cache, 4)
+    heads = *(x.shape[:1] if is_one else x.shape[:2]), layer.num_heads, layer.head_dim
     # At most four share a launch.
     parts = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj", "f_a_proj")], alone=True)
     gate, b = products(x, [layer[name] for name in ("g_a_proj", "b_proj")], alone=True)
     q, k, v = (part.reshape(heads) for part in parts[:3])
     a, z = (layer[name](part).reshape(heads) for name, part in (("f_b_proj", parts[3]), ("g_b_proj", gate)))
-    y, states, cache[3] = _ext.gated_delta_token(
-        *(q, k, v[:, :, None], z[:, :, None], a[:, :, None], b.reshape(*heads[:2], 1)),
-        tuple(cache[i] for i in range(3)),
+    v, z, a = (mx.expand_dims(part, -2) for part in (v, z, a))
+    b = b.reshape(*heads[:-1], 1)
+    states = None if cache[0] is None else tuple(cache[i] for i in range(3))
+    weights = (
         tuple(conv["weight"] for conv in convs),
         layer["A_log"].reshape(-1),
-        layer["dt_bias"].reshape(heads[1:]),
-        norm["weight"],
-        cache[3],
-        eps=norm.eps,
-        key_eps=_KEY_EPS,
-        gate="sigmoid",
+        layer["dt_bias"].reshape(heads[-2:]),
     )
+    if is_one:
+        y, states, cache[3] = _ext.gated_delta_token(
+            *(q, k, v, z, a, b, states, *weights, norm["weight"], cache[3]),
+            eps=norm.eps,
+            key_eps=_KEY_EPS,
+            gate="sigmoid",
+        )
+    else:
+        q, k, v, gates, rates, states = _ext.gated_delta_inputs(
+            q, k, v, a, b, states, *weights, mask, cache.lengths, key_eps=_KEY_EPS
+        )
+        y, cache[3] = _delta_steps(layer, q, k, v, gates, rates, cache[3], mask)
+        y = _gated_by_sigmoid(norm(y), z.reshape(y.shape))
     cache[0], cache[1], cache[2] = states
-    cache.advance(1)
-    return cast(mx.array, layer["o_proj"](y.reshape(x.shape[0], 1, -1)))
+    cache.advance(x.shape[1])
+    return cast(mx.array, layer["o_proj"](y.reshape(*x.shape[:2], -1)))
 
 
 def lfm2_convolution(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.lfm2.ShortConv, of a token or a prompt."""
     conv = layer["conv"]
-    if x.ndim != 3 or x.shape[1] == 0 or mask is not None or cache is None or _ext.exporting():
-        return None
-    if cache.lengths is not None or not _has_own_channels(conv):
+    if not _is_known_call(x, mask, cache) or not _is_unmasked(mask, cache) or not _has_own_channels(conv):
         return None
     batch, tokens, _ = x.shape
     weight = conv["weight"]
@@ -208,31 +262,32 @@ def _keeps_its_type(layer: Any, steps: str, dtype: mx.Dtype) -> bool:
 
 def mamba2_space(layer: Any, hidden_states: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.mamba2.Mamba2Block, and those of Nemotron-H and Granite 4, which differ in their norms."""
-    norm = _norm_of(layer)
-    return None if norm is None else _space(layer, hidden_states, mask, cache, norm)
+    return _space(layer, hidden_states, mask, cache, True)
 
 
 def falcon_h1_space(layer: Any, input_states: mx.array, cache: Any = None, mask: Any = None) -> mx.array | None:
     """mlx_lm.models.falcon_h1.FalconH1Mixer, which may have no norm."""
-    norm = _norm_of(layer) if layer.mamba_rms_norm else lambda y: y
-    return None if norm is None else _space(layer, input_states, mask, cache, norm)
+    return _space(layer, input_states, mask, cache, layer.mamba_rms_norm)
 
 
-def _space(layer: Any, x: mx.array, mask: Any, cache: Any, norm: Callable[[mx.array], mx.array]) -> mx.array | None:
+def _space(layer: Any, x: mx.array, mask: Any, cache: Any, has_norm: bool) -> mx.array | None:
     base, conv = type(layer), layer["conv1d"]
-    if not _is_one_token(x, mask, cache, 2) or not _has_own_channels(conv) or not _are_known(_SPACES):
+    if not _is_known_call(x, mask, cache) or not _has_own_channels(conv) or not _are_known(_SPACES):
         return None
     steps = digest(base._ssm)
     if digest(base._conv) != _CONVOLUTION or steps not in _SPACE_STEPS:
         return None
-    if not _keeps_its_type(layer, steps, x.dtype):
+    weights = conv["weight"], conv["bias"] if "bias" in conv else None
+    if not _is_one_token(x, mask, cache, 2):
+        return _space_prompt(layer, x, mask, cache, weights, has_norm)
+    norm = _norm_of(layer) if has_norm else lambda y: y
+    if norm is None or not _keeps_its_type(layer, steps, x.dtype):
         return None
     (projected,) = products(x, [layer["in_proj"]], alone=True)
     y, cache[0], cache[1] = _ext.ssm_token(
         projected.reshape(x.shape[0], -1),
         cache[0],
-        conv["weight"],
-        conv["bias"] if "bias" in conv else None,
+        *weights,
         layer["A_log"],
         layer["D"],
         layer["dt_bias"],
@@ -241,3 +296,17 @@ def _space(layer: Any, x: mx.array, mask: Any, cache: Any, norm: Callable[[mx.ar
     )
     cache.advance(1)
     return cast(mx.array, layer["out_proj"](norm(y.reshape(x.shape[0], 1, -1))))
+
+
+def _space_prompt(
+    layer: Any, x: mx.array, mask: Any, cache: Any, weights: tuple[mx.array, mx.array | None], has_norm: bool
+) -> mx.array:
+    """The layer's convolution in one launch, then its own steps and norm."""
+    inner = layer.intermediate_size
+    (projected,) = products(x, [layer["in_proj"]], alone=True)
+    z, mixed, dt = mx.split(projected, [inner, inner + weights[0].shape[0]], axis=-1)
+    values, b, c, cache[0] = _ext.ssm_inputs(mixed, cache[0], *weights, inner, mask, cache.lengths)
+    y = layer._ssm(values, b, c, dt, cache, mask)
+    cache.advance(x.shape[1])
+    swiglu = sys.modules["mlx_lm.models.activations"].swiglu
+    return cast(mx.array, layer["out_proj"](layer["norm"](y, z) if has_norm else swiglu(z, y)))

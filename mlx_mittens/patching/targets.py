@@ -670,7 +670,7 @@ class _StateLayer:
     """A layer of mlx-lm's models that keeps states, known by what its call does.
 
     Attributes:
-        op: Of ours, which computes a token between its projections.
+        op: Of ours, which computes a token between its projections. Prompts have others.
         attempt: Stands in for the call.
         text: The digest of the call.
         layers: Modules and classes that have it.
@@ -742,7 +742,7 @@ TARGETS += [
         each.attempt,
         each.parameters,
         optional=True,
-        partial=True,  # one token with states
+        partial=True,  # not without a cache
         text=each.text,
         needs=each.needs,
     )

@@ -13,6 +13,7 @@ from .cache import ROPE_OPS
 from .cascade import CASCADE_OPS
 from .compare import Check, check, compare, error, tolerance, worst
 from .embedding import EMBEDDING_OPS
+from .layer_inputs import LAYER_INPUT_OPS
 from .masked import MASKED_OPS
 from .matmul import MATRIX_OPS
 from .moe import MOE_OPS
@@ -64,7 +65,7 @@ __all__ = [
 
 OPS: tuple[Op, ...] = (
     *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *EMBEDDING_OPS, *MASKED_OPS, *ATTENTION_OPS, *CASCADE_OPS, *ROPE_OPS),
-    *(*MOE_OPS, *RECURRENCE_OPS, *TOKEN_LAYER_OPS),
+    *(*MOE_OPS, *RECURRENCE_OPS, *LAYER_INPUT_OPS, *TOKEN_LAYER_OPS),
 )
 
 

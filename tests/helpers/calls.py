@@ -14,6 +14,7 @@ import mlx_mittens as mm
 from helpers.matrices import BLOCK_BYTES
 from mlx_mittens import specs
 from mlx_mittens.specs import reference
+from mlx_mittens.specs.layer_inputs import exact_gated_delta_inputs, exact_ssm_inputs
 from mlx_mittens.specs.op import draw_packed
 
 Sizes = dict[str, int]
@@ -638,7 +639,36 @@ def _recurrence_calls() -> list[Call]:
         heads = 2 * sizes["key_heads"]
         return {**derived(sizes), "channels": channels, "projections": heads * (sizes["rows"] + 1) + channels}
 
+    per_step = ("batch", "steps", "key_heads", "each")
+    inputs = {
+        **dict.fromkeys(("q", "k"), keys),
+        **{"v": numbers(*per_step, "rows"), "a": numbers(*per_step), "b": numbers(*per_step)},
+        **{name: tokens[name] for name in ("conv_state", "conv_weight", "a_log", "dt_bias")},
+    }
+
+    def gated_delta_inputs(q, k, v, a, b, conv_state, conv_weight, a_log, dt_bias):
+        return mm.gated_delta_inputs(q, k, v, a, b, conv_state, conv_weight, a_log / 4, dt_bias)
+
+    def exact_inputs(q, k, v, a, b, conv_state, conv_weight, a_log, dt_bias):
+        return [e.value for e in exact_gated_delta_inputs(q, k, v, a, b, conv_state, conv_weight, a_log / 4, dt_bias)]
+
+    space_inputs = {
+        "mixed": numbers("batch", "steps", "channels"),
+        **{name: convolved[name] for name in ("conv_state", "conv_weight", "conv_bias")},
+    }
+
+    def of_space(mixed, conv_state, conv_weight, conv_bias, inner):
+        return mm.ssm_inputs(mixed, conv_state, conv_weight, conv_bias, inner)
+
+    def exact_of_space(mixed, conv_state, conv_weight, conv_bias, inner):
+        return [e.value for e in exact_ssm_inputs(mixed, conv_state, conv_weight, conv_bias, inner=inner)]
+
     return [
+        Call("gated_delta_inputs", "", sizes, inputs, gated_delta_inputs, exact_inputs, derived=derived),
+        *(Call("ssm_inputs", what, {"batch": 2, "steps": 3, "shared": 2}, space_inputs, partial(of_space, inner=inner),
+               partial(exact_of_space, inner=inner),
+               derived=lambda sizes, inner=inner: {"past": 3, "taps": 4, "channels": inner + 2 * sizes["shared"]})
+          for what, inner in (("", 4), ("no x", 0))),
         Call("short_conv_token", "", {"batch": 2, "channels": 8}, convolved, mm.short_conv_token, exact_convolution,
              derived=lambda sizes: {"past": 2, "taps": 3, "thirds": 3 * sizes["channels"]}),
         Call("ssm_token", "", {name: size for name, size in sizes.items() if name != "steps"}, space_tokens,

@@ -7,64 +7,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.recurrent_layers import WIDTH, convolution, falcon, granite, mamba, nemotron
 from helpers.support import launched_on_apple
 from helpers.tolerances import LAYERS, assert_near
 from mlx_lm.models import cache as caches
-from mlx_lm.models import falcon_h1, granitemoehybrid, lfm2, lfm2_moe, mamba2, nemotron_h
+from mlx_lm.models import lfm2, lfm2_moe
 
 import mlx_mittens as mm
 from mlx_mittens.patching import recurrent_layers
-
-WIDTH = 64
-
-
-class Arguments:
-    """What a layer reads of a model's arguments."""
-
-    def __init__(self, **values):
-        vars(self).update(values)
-
-
-def convolution(module, bias):
-    return module.ShortConv(Arguments(conv_L_cache=3, conv_bias=bias, hidden_size=WIDTH), 0)
-
-
-def mamba(groups=1, bias=True):
-    given = Arguments(
-        **{"num_heads": 4, "head_dim": 24, "hidden_size": WIDTH, "ssm_state_size": 32, "conv_kernel": 4},
-        **{"n_groups": groups, "use_bias": bias, "use_conv_bias": bias, "time_step_limit": (0.0, float("inf"))},
-        layer_norm_epsilon=1e-5,
-    )
-    return mamba2.Mamba2Block(given, 0)
-
-
-def granite():
-    given = Arguments(
-        **{"mamba_n_heads": 4, "mamba_d_head": 24, "hidden_size": WIDTH, "mamba_d_state": 32, "mamba_d_conv": 4},
-        **{"mamba_n_groups": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "rms_norm_eps": 1e-5},
-        time_step_limit=(0.001, 0.1),
-    )
-    return granitemoehybrid.GraniteMoeHybridMamba2Mixer(given)
-
-
-def nemotron():
-    given = Arguments(
-        **{"mamba_num_heads": 4, "mamba_head_dim": 24, "hidden_size": WIDTH, "ssm_state_size": 32, "conv_kernel": 4},
-        **{"n_groups": 2, "use_conv_bias": True, "mamba_proj_bias": False, "layer_norm_epsilon": 1e-5},
-        time_step_limit=(0.0, 1.0),
-    )
-    return nemotron_h.NemotronHMamba2Mixer(given)
-
-
-def falcon(norm=True, before=False):
-    given = Arguments(
-        **{"mamba_n_heads": 4, "mamba_d_head": 24, "hidden_size": WIDTH, "mamba_d_state": 32, "mamba_d_conv": 4},
-        **{"mamba_d_ssm": 96, "mamba_n_groups": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
-        **{"rms_norm_eps": 1e-5, "mamba_rms_norm": norm, "mamba_norm_before_gate": before, "projectors_bias": False},
-        mamba_chunk_size=8,
-    )
-    return falcon_h1.FalconH1Mixer(given)
-
 
 # By layer: what makes one, the op of its tokens, its states, and the other launches between the projections.
 KINDS = {
@@ -140,7 +90,7 @@ def test_two_hundred_tokens_are_mlx_lms(rng, kind, batch, converted):
 
 
 def test_what_one_launch_does_not_do_is_mlx_lms(rng, kind):
-    """Prompts, first tokens, masks, lengths, no cache: the call of the class. Short convolutions take the first two."""
+    """Prompts, first tokens, masks, lengths, no cache. Short convolutions take the first two in their launch."""
     x = mx.array(rng.normal(size=(2, 6, WIDTH)).astype(np.float32))
     state = kind.filled(x)
     lengths = mx.array([1, 0])
@@ -162,10 +112,11 @@ def test_what_one_launch_does_not_do_is_mlx_lms(rng, kind):
         with mm.patched():
             found = kind(inputs, mask, ours)
             mx.eval(found)
-        assert kind.runs() == (name in ("a prompt", "a first token") and kind.op == "short_conv_token"), name
+        is_unmasked = name in ("a prompt", "a first token")
+        assert kind.runs() == (is_unmasked and kind.op == "short_conv_token"), name
         seen = slice(0, 1 if mask is not None else None)  # what a hidden step gives is nobody's
         assert_near(found[seen], expected[seen], name, LAYERS)
-        if name in ("a prompt", "a first token"):
+        if is_unmasked:
             for i in range(kind.states):
                 assert_near(ours[i], plain[i], f"{name}: state {i}", LAYERS)
 

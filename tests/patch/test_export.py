@@ -189,6 +189,14 @@ DIRECT = {
     "gather_mm": lambda x: mm.gather_mm(x, draw(2, 64, 8), rhs_indices=mx.array([[0, 1]])),
     "route_top_k": lambda x: mm.route_top_k(x, 2)[1],
     "gated_delta_update": lambda x: mm.gated_delta_update(*[x[None, None]] * 3, *[draw(1, 1, x.shape[0])] * 2)[0],
+    "gated_delta_inputs": lambda x: mm.gated_delta_inputs(
+        *[x[None, None]] * 2,
+        draw(1, 1, x.shape[0], 1, 8),
+        *[draw(1, 1, x.shape[0], 1)] * 2,
+        draw(1, 3, 2 * x.size + 8 * x.shape[0]),
+        draw(2 * x.size + 8 * x.shape[0], 4),
+        *[draw(x.shape[0])] * 2,
+    )[0],
     "gated_delta_token": lambda x: mm.gated_delta_token(
         *[x[None]] * 2,
         *[draw(1, x.shape[0], 1, 8)] * 2,
@@ -202,6 +210,9 @@ DIRECT = {
     "short_conv_token": lambda x: mm.short_conv_token(
         mx.concatenate([x] * 3, axis=-1), draw(x.shape[0], 2, x.shape[1]), draw(x.shape[1], 3)
     )[0],
+    "ssm_inputs": lambda x: mm.ssm_inputs(x[None], draw(1, 3, x.shape[1]), draw(x.shape[1], 4), None, x.shape[1] // 2)[
+        0
+    ],
     "ssm_token": lambda x: mm.ssm_token(
         mx.concatenate([x[:, :32], x, x[:, :1]], axis=-1),
         *(draw(x.shape[0], 3, x.shape[1]), draw(x.shape[1], 4), None, draw(1), draw(1), draw(1)),

@@ -7,63 +7,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.recurrent_layers import LAYERS_OF, empty_cache, is_kimi, norm_name
 from helpers.support import launched_on_apple
 from helpers.tolerances import LAYERS, SUMS, assert_near
 from mlx_lm.models import cache as caches
-from mlx_lm.models import gated_delta, kimi_linear, qwen3_5, qwen3_next
+from mlx_lm.models import gated_delta, qwen3_next
 
 import mlx_mittens as mm
 from mlx_mittens.patching import recurrent_layers
-
-NEXT = {
-    **{"model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 96, "rope_theta": 1e4},
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 24},
-    **{"linear_conv_kernel_dim": 4, "num_experts": 0, "num_experts_per_tok": 0, "decoder_sparse_step": 1},
-    **{"shared_expert_intermediate_size": 64, "mlp_only_layers": [0, 1], "moe_intermediate_size": 64},
-    **{
-        "rms_norm_eps": 1e-6,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 512,
-        "full_attention_interval": 2,
-    },
-}
-
-
-def next_layer():
-    return qwen3_next.Qwen3NextGatedDeltaNet(qwen3_next.ModelArgs.from_dict(NEXT))
-
-
-def layer_of_5():
-    return qwen3_5.GatedDeltaNet(qwen3_5.TextModelArgs.from_dict({**NEXT, "model_type": "qwen3_5"}))
-
-
-KIMI = {
-    **{"model_type": "kimi_linear", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "rope_theta": 1e4},
-    **{"rms_norm_eps": 1e-6, "model_max_length": 512, "num_experts": 0, "moe_intermediate_size": 64},
-    **{"kv_lora_rank": 64, "linear_attn_config": {"kda_layers": [1, 2], "num_heads": 2, "head_dim": 24}},
-}
-
-
-def kimi_layer():
-    return kimi_linear.KimiDeltaAttention(kimi_linear.ModelArgs.from_dict(KIMI), 0)
-
-
-LAYERS_OF = {"qwen3_next": next_layer, "qwen3_5": layer_of_5, "kimi_linear": kimi_layer}
-
-
-def is_kimi(layer):
-    return isinstance(layer, kimi_linear.KimiDeltaAttention)
-
-
-def norm_name(layer):
-    return "o_norm" if is_kimi(layer) else "norm"
-
-
-def empty_cache(layer):
-    """A state of the heads, behind those of convolutions."""
-    return caches.ArraysCache(size=4 if is_kimi(layer) else 2)
 
 
 @pytest.fixture(params=list(LAYERS_OF))
@@ -89,9 +40,9 @@ def copied(cache):
     return made
 
 
-def runs():
-    """How often the op ran since counting began."""
-    return sum(mm.stats().get("gated_delta_token", {"kernels": {}})["kernels"].values())
+def runs(op="gated_delta_token"):
+    """How often an op ran since counting began."""
+    return sum(mm.stats().get(op, {"kernels": {}})["kernels"].values())
 
 
 @contextlib.contextmanager
@@ -122,7 +73,7 @@ def test_two_hundred_tokens_are_mlx_lms(rng, layer, batch):
 
 
 def test_what_one_launch_does_not_do_is_mlx_lms(rng, layer):
-    """Prompts, first tokens, masks, lengths, no cache: the call of the class."""
+    """Prompts, first tokens, masks, lengths: our launch before its steps. No cache: the call of the class."""
     x = mx.array(rng.normal(size=(2, 6, 64)).astype(np.float32))
     state = filled(layer, x)
     lengths, empty = copied(state), empty_cache(layer)
@@ -144,7 +95,7 @@ def test_what_one_launch_does_not_do_is_mlx_lms(rng, layer):
         with counted(), mm.patched():
             found = layer(inputs, mask, cache)
             mx.eval(found)
-            assert runs() == 0, name
+            assert runs() == 0 and runs("gated_delta_inputs") == (name != "no cache"), name
         seen = slice(0, 1 if mask is not None else None)  # what a hidden step gives is nobody's
         assert_near(found[seen], expected[seen], name, LAYERS)
 
@@ -243,7 +194,7 @@ def test_prompts_of_a_converted_layer_are_on_our_ops(rng, layer):
     found = layer(x, None, empty_cache(layer))
     mx.eval(found)
     ran = {op for op, counts in mm.stats().items() if counts["kernels"]}
-    assert {"qk_norm", "gated_delta_update"} <= ran and "gated_delta_token" not in ran
+    assert {"gated_delta_inputs", "gated_delta_update"} <= ran and not {"gated_delta_token", "qk_norm"} & ran
     assert_near(found, expected, "a prompt", LAYERS)
 
 

@@ -1,13 +1,11 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
-#include <variant>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -15,6 +13,7 @@
 #include <nanobind/stl/variant.h>
 
 #include "mlx/ops.h"
+#include "ops/recurrence/convolved.h"
 #include "ops/recurrence/plan.h"
 #include "ops/recurrence/state_params.h"
 #include "ops/recurrence/token_layer.h"
@@ -35,8 +34,6 @@ namespace {
 constexpr const char* op = "gated_delta_token";
 const Name file = "recurrence/gated_delta_token.metal";
 
-// The convolution's states or weights: one of all channels, or one each of q, k and v.
-using Convolved = std::variant<mx::array, std::tuple<mx::array, mx::array, mx::array>>;
 using Outputs = std::tuple<mx::array, Convolved, mx::array>;
 
 enum Part { kQ, kK, kV, kParts };
@@ -188,12 +185,20 @@ class GatedDeltaToken : public HeadsOfToken {
     launch.kernel = options_.is_apart ? kernel_name(arrays.q.dtype(), op, "apart") : kernel_name(arrays.q.dtype(), op);
     share_out_heads(launch, params.state, arrays.batch());
     for (size_t i = 0; i < inputs.size(); ++i) {
-      i < views ? add_view(launch, inputs[i]) : (void)launch.input(inputs[i]);
+      if (i < views) {
+        add_view(launch, inputs[i]);
+      } else {
+        launch.input(inputs[i]);
+      }
     }
     for (const mx::array& output : outputs) {
       launch.output(output);
     }
-    options_.is_apart ? (void)launch.params(apart) : (void)launch.params(params);
+    if (options_.is_apart) {
+      launch.params(apart);
+    } else {
+      launch.params(params);
+    }
     return in_order(std::move(launch));
   }
 
@@ -296,26 +301,6 @@ class GatedDeltaToken : public HeadsOfToken {
   TokenOptions options_;
 };
 
-// Of all channels, one, or of q, of k and of v, three.
-Arrays arrays_of(const Convolved& convolved) {
-  if (const auto* all = std::get_if<mx::array>(&convolved)) {
-    return {*all};
-  }
-  const auto& [q, k, v] = std::get<1>(convolved);
-  return {q, k, v};
-}
-
-Convolved convolved_of(const Arrays& arrays) {
-  if (arrays.size() == 1) {
-    return arrays[0];
-  }
-  return std::make_tuple(arrays[kQ], arrays[kK], arrays[kV]);
-}
-
-std::string name_of(const char* name, size_t i, size_t count) {
-  return count == 1 ? name : std::string(name) + "[" + std::to_string(i) + "]";
-}
-
 bool is_sigmoid(const std::string& gate) {
   if (gate != "silu" && gate != "sigmoid") {
     checks::fail(op, "gate is '", gate, "': expected 'silu' or 'sigmoid'");
@@ -357,17 +342,21 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
   Arrays states = arrays_of(conv_state), weights = arrays_of(conv_weight);
   const size_t given = states.size();
   if (weights.size() != given) {
-    checks::fail(op, "conv_state has ", given, " parts, conv_weight has ", weights.size(), ": expected as many");
+    checks::fail(op, "conv_state has ", given, " parts, conv_weight has ", weights.size(),
+                 ": expected the same number");
   }
   for (size_t i = 0; i < given; ++i) {
     const int channels = given == 1 ? 2 * of_keys + of_values : i == kV ? of_values : of_keys;
-    weights[i] = taps_of_channels(op, weights[i], channels, stream, name_of("conv_weight", i, given).c_str());
+    const std::string of_weight = name_of_part("conv_weight", i, given),
+                      of_state = name_of_part("conv_state", i, given);
+    weights[i] = taps_of_channels(op, weights[i], channels, stream, of_weight.c_str());
     if (weights[i].shape(1) != weights[0].shape(1)) {
       checks::fail(op, "conv_weight has ", weights[0].shape(1), " and ", weights[i].shape(1),
-                   " taps: expected as many in all parts");
+                   " taps: expected the same number in all parts");
     }
-    const mx::Shape expected = {batch, weights[0].shape(1) - 1, channels};
-    check_shape(op, name_of("conv_state", i, given).c_str(), states[i], expected);
+    check_shape(op, of_state.c_str(), states[i], {batch, weights[0].shape(1) - 1, channels});
+    checks::kernel_dtype(op, {{of_weight.c_str(), weights[i]}});
+    checks::kernel_dtype(op, {{of_state.c_str(), states[i]}});
   }
   check_shape(op, "A_log", a_log, {heads});
   check_shape(op, "dt_bias", dt_bias, of_biases);
@@ -376,12 +365,6 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
   checks::epsilon(op, eps);
   checks::epsilon(op, key_eps);
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"q", q}, {"k", k}, {"v", v}, {"z", z}, {"a", a}, {"b", b}});
-  Arrays convolution = states;
-  convolution.insert(convolution.end(), weights.begin(), weights.end());
-  for (size_t i = 0; i < convolution.size(); ++i) {
-    const std::string name = name_of(i < given ? "conv_state" : "conv_weight", i % given, given);
-    checks::kernel_dtype(op, {{name.c_str(), convolution[i]}});
-  }
   for (const auto& [name, array] : {std::pair("A_log", &a_log), std::pair("dt_bias", &dt_bias),
                                     std::pair("norm_weight", &norm_weight), std::pair("state", &state)}) {
     checks::kernel_dtype(op, {{name, *array}});
@@ -393,11 +376,14 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
     states = split_channels(states[0], of_keys, 2, stream);
     weights = split_channels(weights[0], of_keys, 0, stream);
   }
-  const auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
-  Arrays inputs = {typed(q), typed(k), typed(v), typed(z), typed(a), typed(b)};
-  for (const Arrays& arrays : {states, weights}) {
-    std::transform(arrays.begin(), arrays.end(), std::back_inserter(inputs), typed);
+  Arrays inputs;
+  inputs.reserve(views + 2 * states.size() + 4);
+  const auto add = [&](const mx::array& array) { inputs.push_back(in_dtype(array, dtype, stream)); };
+  for (const mx::array* array : {&q, &k, &v, &z, &a, &b}) {
+    add(*array);
   }
+  std::for_each(states.begin(), states.end(), add);
+  std::for_each(weights.begin(), weights.end(), add);
   inputs.insert(inputs.end(), {a_log, dt_bias, norm_weight, in_dtype(state, mx::float32, stream)});
   const TokenOptions options{eps, key_eps, sigmoid_gate, is_apart, is_apart && v.shape(2) == 1};
   const cpu::Recurrence sizes = TokenArrays(inputs, options).sizes();
@@ -405,14 +391,13 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
   const bool by_mx = token_goes_to_mx(op, dtype, sizes, q.size() == 0 || v.size() == 0, stream);
   std::vector<mx::Dtype> dtypes(2 + states.size(), dtype);
   dtypes.back() = mx::float32;
-  const Arrays all = by_mx ? primitive->in_operations(inputs) : results_of(primitive, inputs, dtypes);
+  const Arrays all = by_mx ? primitive->in_operations(inputs) : results_of(primitive, std::move(inputs), dtypes);
   Arrays last(all.begin() + 1, all.end() - 1);
   if (given < last.size()) {
     last = {mx::concatenate(last, 2, stream)};
   }
-  const Arrays before = arrays_of(conv_state);
   for (size_t i = 0; i < last.size(); ++i) {
-    last[i] = in_dtype(last[i], before[i].dtype(), stream);
+    last[i] = in_dtype(last[i], states[i].dtype(), stream);  // parts have the type of the whole
   }
   return {all[0], convolved_of(last), in_dtype(all.back(), state.dtype(), stream)};
 }

@@ -90,8 +90,11 @@ void HeadsOfToken::allocate(const Arrays& inputs, Arrays& outputs) {
   allocate_output(outputs[0], stream());
   const size_t last = outputs.size() - 1;
   for (size_t i = 1; i < last; ++i) {
-    convolutions_ ? take_or_allocate(outputs[i], inputs[convolutions_ + i - 1], stream(), outputs.size())
-                  : allocate_output(outputs[i], stream());
+    if (convolutions_) {
+      take_or_allocate(outputs[i], inputs[convolutions_ + i - 1], stream(), outputs.size());
+    } else {
+      allocate_output(outputs[i], stream());
+    }
   }
   if (inputs[state_].offset() % 16 == 0) {  // as it is written
     take_or_allocate(outputs[last], inputs[state_], stream(), outputs.size());

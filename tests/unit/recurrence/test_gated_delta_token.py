@@ -224,9 +224,9 @@ def test_bad_parts_of_convolutions(rng):
     q, k, v = arrays[6]
     for states, weights, text in (
         ((q, v, k), arrays[7], r"conv_state\[1\] has shape \(2,3,24\): expected \(2,3,48\)"),
-        (q, arrays[7], "conv_state has 1 parts, conv_weight has 3: expected as many"),
+        (q, arrays[7], "conv_state has 1 parts, conv_weight has 3: expected the same number"),
         ((q, k, v), arrays[7][::-1], r"conv_weight\[0\] has shape \(24,4\): expected \[48, taps\] or"),
-        ((q, k, v), (*arrays[7][:2], arrays[7][2][:, :3]), "conv_weight has 4 and 3 taps: expected as many"),
+        ((q, k, v), (*arrays[7][:2], arrays[7][2][:, :3]), "conv_weight has 4 and 3 taps: expected the same number"),
     ):
         with pytest.raises(ValueError, match=rf"\[gated_delta_token\] {text}"):
             mm.gated_delta_token(*arrays[:6], states, weights, *arrays[8:])

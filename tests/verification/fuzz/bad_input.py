@@ -146,6 +146,13 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             [*(array(*steps, 8) for _ in range(3)), *(array(*steps) for _ in range(2)), array(1, 2, 8, 8)],
             {"mask": mx.ones((1, 3), mx.bool_)},
         ),
+        "gated_delta_inputs": lambda: (
+            [
+                *(array(2, 3, 1, 8), array(2, 3, 1, 8), array(2, 3, 1, 2, 8), array(2, 3, 1, 2), array(2, 3, 1, 2)),
+                *(array(2, 3, 32), array(32, 4), array(2), array(2)),
+            ],
+            {"mask": mx.ones((2, 3), mx.bool_), "lengths": mx.array([1, 2]), "key_eps": 1e-6},
+        ),
         "gated_delta_token": lambda: (
             [
                 *(array(2, 1, 8), array(2, 1, 8), array(2, 1, 2, 8), array(2, 1, 2, 8), array(2, 1, 2)),
@@ -154,6 +161,10 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             {"eps": 1e-6, "key_eps": 1e-6, "gate": "sigmoid"},
         ),
         "short_conv_token": lambda: ([array(2, 24), array(2, 2, 8), array(8, 3), array(8)], {}),
+        "ssm_inputs": lambda: (
+            [array(2, 3, 32), array(2, 3, 32), array(32, 4), array(32)],
+            {"inner": 16, "mask": mx.ones((2, 3), mx.bool_), "lengths": mx.array([1, 2])},
+        ),
         "ssm_token": lambda: (
             [
                 *(array(2, 50), array(2, 3, 32), array(32, 4), array(32), array(2), array(2), array(2)),

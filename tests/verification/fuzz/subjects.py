@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
-from verification.fuzz import attention, cache, experts, modes, norms, products, recurrences, token_layers
+from verification.fuzz import attention, cache, experts, layer_inputs, modes, norms, products, recurrences, token_layers
 from verification.fuzz.aliasing import aliasing
 from verification.fuzz.bad_input import bad_input
 from verification.fuzz.blocks import block_bytes
@@ -67,6 +67,8 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         attention.cascade_attention,
         cache.rope_append,
         cache.quantized_rope_append,
+        layer_inputs.gated_delta_inputs,
+        layer_inputs.ssm_inputs,
         recurrences.gated_delta_token,
         token_layers.short_conv_token,
         token_layers.ssm_token,
