@@ -56,7 +56,8 @@ inline float window_at(
   return float(T(float(b[0]) * float(b[2 * channels])));
 }
 
-// The same of kShortConvTokens tokens of a channel for each thread. The last of them leave the state.
+// The same of kShortConvTokens tokens of a channel for each thread, each with the bits that it has alone: its own term
+// comes first, then the window's in their order. The last tokens leave the state.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kShortConvThreads)]] void short_conv_tokens(
     const device T* projected [[buffer(0)]],  // [batch, tokens, 3, channels]
@@ -78,7 +79,7 @@ template <typename T>
   conv_state += size_t(group.z) * past * channels + channel;
   conv_out += size_t(group.z) * past * channels + channel;
   const device T* weight = conv_weight + size_t(channel) * params.taps;
-  const float bias = params.has_bias ? float(conv_bias[channel]) : 0.0f;
+  const float bias = params.has_bias ? float(conv_bias[channel]) : -0.0f;  // which leaves the sign of a zero
   const int begin = int(group.y) * kShortConvTokens;
   const int end = min(begin + kShortConvTokens, int(params.tokens));
   if (past == 2) {
@@ -94,8 +95,8 @@ template <typename T>
     }
   } else {
     for (int token = begin; token < end; ++token) {
-      float sum = 0;
-      for (int j = 0; j <= past; ++j) {
+      float sum = window_at(projected, conv_state, token, params) * float(weight[past]);
+      for (int j = 0; j < past; ++j) {
         sum = fma(window_at(projected, conv_state, token - past + j, params), float(weight[j]), sum);
       }
       y[size_t(token) * channels] = T(float(projected[(size_t(token) * 3 + 1) * channels]) * (sum + bias));

@@ -349,7 +349,7 @@ def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
 
 
 def _gated_delta_token(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state, gate="silu"):
-    """Convolutions of Kimi Linear are apart: here they are views, as no layer has them."""
+    """With gates of columns the convolution has three states and weights, as Kimi Linear's; these are views here."""
     arrays = a_log, dt_bias, norm_weight, state
     if a.ndim == 3:
         return recurrence.gated_delta_token(q, k, v, z, a, b, conv_state, conv_weight, *arrays, gate=gate)

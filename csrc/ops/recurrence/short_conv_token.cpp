@@ -13,6 +13,7 @@
 #include "ops/recurrence/token_layer.h"
 #include "params/recurrence.h"
 #include "python/registry.h"
+#include "runtime/array_layout.h"
 #include "runtime/array_util.h"
 #include "runtime/calibration.h"
 #include "runtime/checks.h"
@@ -159,14 +160,12 @@ Outputs short_conv_token(const mx::array& projected, const mx::array& conv_state
     checks::kernel_dtype(op, {{"conv_bias", *conv_bias}});
     inputs.push_back(in_dtype(*conv_bias, dtype, stream));
   }
-  const Problem problem = {op,
-                           dtype,
-                           0,
-                           {problem_size(projected.size() / (3 * size_t(channels > 0 ? channels : 1))),
-                            problem_size(channels), problem_size(taps), 1}};
+  const Problem problem = {
+      op, dtype, 0, {problem_size(leading_size(projected, 1)), problem_size(channels), problem_size(taps), 1}};
   const auto primitive = std::make_shared<ShortConvToken>(stream);
   const bool by_mx = projected.size() == 0 || prefer_mx(problem, nullptr, stream);
-  const Arrays all = by_mx ? primitive->in_operations(inputs) : results_of(primitive, inputs, {dtype, dtype});
+  const Arrays all =
+      by_mx ? primitive->in_operations(inputs) : results_of(primitive, std::move(inputs), {dtype, dtype});
   return {all[0], in_dtype(all[1], conv_state.dtype(), stream)};
 }
 

@@ -42,15 +42,20 @@ def test_several_tokens(rng, executor, dtype, taps, tokens):
         assert_near(ours, one.value, name, max(4 * SUMS, units(2, dtype)))
 
 
-def test_several_tokens_are_each_alone(rng, executor, dtype):
-    projected, past, weight = draw(CONVOLUTION, rng, 2, 3, 70, 21, dtype=dtype)
-    together, state = mm.short_conv_token(projected, past, weight)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("taps", [1, 2, 3, 4])
+def test_several_tokens_are_each_alone(rng, executor, dtype, taps, has_bias):
+    """To the last bit, zeros with their signs too."""
+    projected, past, weight = draw(CONVOLUTION, rng, 2, taps, 70, 21, dtype=dtype)
+    weight[5], weight[7] = 0.0, -0.0
+    bias = numbers(rng, 70).astype(dtype) if has_bias else None
+    together, state = mm.short_conv_token(projected, past, weight, bias)
     each = []
     for t in range(21):
-        y, past = mm.short_conv_token(projected[:, t], past, weight)
+        y, past = mm.short_conv_token(projected[:, t], past, weight, bias)
         mx.eval(y, past)
         each.append(y)
-    assert_near(together, mx.stack(each, 1), "y", max(4 * SUMS, units(2, dtype)))
+    assert_same_bits(together, mx.stack(each, 1), "y")
     assert_same_bits(state, past, "conv_state")
 
 
