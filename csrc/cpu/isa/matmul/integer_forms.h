@@ -52,16 +52,99 @@ MITTENS_INLINE Words byte_weights(Words raw) {
   return signed_bytes && Source::middle == 128 ? w ^ 0x80808080 : w;
 }
 
-#if defined(__ARM_FEATURE_DOTPROD)
+// Not where an element is not finite, huge or tiny, or so much larger than the mean that rounding its neighbours would
+// show where its own weight is 0.
+inline bool int16_stands_for(const RowSizes& row) {
+  if (row.sizes == 0) {
+    return true;
+  }
+  const float by_mean = row.most * row.columns / row.sizes;
+  return by_mean * by_mean <= 4 * row.columns && row.most > 0x1p-80f && row.most < 0x1p96f;
+}
+
+#if defined(__ARM_FEATURE_DOTPROD) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define MITTENS_DOT_PRODUCTS
+// Of four bytes a lane.
 MITTENS_INLINE Int add_dot_products(Int sum, UInt w, UInt x) {
+#if defined(__AVX512VNNI__)
+  return (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (Int)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#else
   return (Int)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
+#endif
 }
 #endif
 
-struct Int16 {
-#if defined(__ARM_FEATURE_DOTPROD)
-  // Two bytes that are multiplied apart, by instructions with four products a lane where int16's have one.
-  static constexpr int bits = 8, parts = 2;
+struct Int8 {
+  static constexpr int bits = 8, parts = 1;
+  static constexpr float largest = 127;
+
+  template <int>
+  static MITTENS_INLINE Int part(Int integers) {
+    return integers;
+  }
+  template <typename Source>
+  static constexpr float middle = middle_of_bytes<Source>;
+
+  // Not where an element is not finite, huge or tiny. Rounding the elements of a group in which one is large changes
+  // them by less than a 30th of it.
+  static bool stands_for(const RowSizes& row) {
+    return row.sizes == 0 || (row.sizes < infinity && row.most > 0x1p-80f && row.most < 0x1p96f);
+  }
+  template <typename Source>
+  static constexpr int of_word = Source::vectors * bits / 32;
+
+  template <int k, typename Source, typename Words>
+  static MITTENS_INLINE Words weights(Words raw) {
+    return byte_weights<k, Source>(raw);
+  }
+
+#if defined(MITTENS_DOT_PRODUCTS)
+  static constexpr size_t longest = 32;
+  template <int>
+  static constexpr bool exists = true;
+  using Sum = Int;
+
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return add_dot_products(sum, w, x[0]);
+  }
+  static MITTENS_INLINE Int widened(Sum sum) {
+    return sum;
+  }
+#elif defined(__AVX2__)
+  // Sums in int16: 8 times two products of 15 and 127 fit.
+  static constexpr size_t longest = 8;
+  template <int weight_bits>
+  static constexpr bool exists = weight_bits <= 4;
+  using Sum = Halves;
+
+#if defined(__AVX512F__)
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return sum + (Halves)_mm512_maddubs_epi16((__m512i)w, (__m512i)x[0]);
+  }
+  static MITTENS_INLINE Int widened(Sum sum) {
+    return (Int)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+  }
+#else
+  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return sum + (Halves)_mm256_maddubs_epi16((__m256i)w, (__m256i)x[0]);
+  }
+  static MITTENS_INLINE Int widened(Sum sum) {
+    return (Int)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+  }
+#endif
+#else
+  template <int>
+  static constexpr bool exists = false;
+#endif
+};
+
+#if defined(MITTENS_DOT_PRODUCTS)
+// Integers of 16 bits as two bytes, each multiplied as in Int8: an instruction has more products of bytes, and weights
+// need fewer shifts.
+struct TwoBytes {
+  static constexpr int bits = Int8::bits, parts = 2;
   static constexpr float largest = 127 * 256 + 127;
   static constexpr size_t longest = 4;
 
@@ -80,15 +163,29 @@ struct Int16 {
   }
 
   struct Sum {
-    Int low, high;
+    Int8::Sum low, high;
   };
   static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
-    return {add_dot_products(sum.low, w, x[0]), add_dot_products(sum.high, w, x[1])};
+    return {Int8::add(sum.low, w, {x[0]}), Int8::add(sum.high, w, {x[1]})};
   }
   static MITTENS_INLINE Int widened(Sum sum) {
-    return sum.low + (sum.high << 8);
+    return Int8::widened(sum.low) + (Int8::widened(sum.high) << 8);
   }
+  template <typename Source>
+  static constexpr int of_word = Source::vectors * bits / 32;
+  template <int>
+  static constexpr bool exists = true;
+
+  static bool stands_for(const RowSizes& row) {
+    return int16_stands_for(row);
+  }
+};
+#endif
+
+#if defined(__ARM_FEATURE_DOTPROD)
+using Int16 = TwoBytes;
 #else
+struct Int16 {
   static constexpr int bits = 16, parts = 1;
   static constexpr float largest = 32767;
   static constexpr size_t longest = 64;  // groups have no more
@@ -138,101 +235,22 @@ struct Int16 {
     return sum;
   }
 #endif
-#endif
   template <typename Source>
   static constexpr int of_word = Source::vectors * bits / 32;
   template <int>
   static constexpr bool exists = true;
 
-  // Not where an element is not finite, huge or tiny, or so much larger than the mean that rounding its neighbours
-  // would show where its own weight is 0.
   static bool stands_for(const RowSizes& row) {
-    if (row.sizes == 0) {
-      return true;
-    }
-    const float by_mean = row.most * row.columns / row.sizes;
-    return by_mean * by_mean <= 4 * row.columns && row.most > 0x1p-80f && row.most < 0x1p96f;
+    return int16_stands_for(row);
   }
 };
-
-struct Int8 {
-  static constexpr int bits = 8, parts = 1;
-  static constexpr float largest = 127;
-
-  template <int>
-  static MITTENS_INLINE Int part(Int integers) {
-    return integers;
-  }
-  template <typename Source>
-  static constexpr float middle = middle_of_bytes<Source>;
-
-  // Not where an element is not finite, huge or tiny. Rounding the elements of a group in which one is large changes
-  // them by less than a 30th of it.
-  static bool stands_for(const RowSizes& row) {
-    return row.sizes == 0 || (row.sizes < infinity && row.most > 0x1p-80f && row.most < 0x1p96f);
-  }
-  template <typename Source>
-  static constexpr int of_word = Source::vectors * bits / 32;
-
-  template <int k, typename Source, typename Words>
-  static MITTENS_INLINE Words weights(Words raw) {
-    return byte_weights<k, Source>(raw);
-  }
-
-#if defined(__ARM_FEATURE_DOTPROD)
-  static constexpr size_t longest = 32;
-  template <int>
-  static constexpr bool exists = true;
-  using Sum = Int;
-
-  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
-    return add_dot_products(sum, w, x[0]);
-  }
-  static MITTENS_INLINE Int widened(Sum sum) {
-    return sum;
-  }
-#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-  static constexpr size_t longest = 32;
-  template <int>
-  static constexpr bool exists = true;
-  using Sum = Int;
-
-  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
-#if defined(__AVX512VNNI__)
-    return (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x[0]);
-#else
-    return (Int)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x[0]);
 #endif
-  }
-  static MITTENS_INLINE Int widened(Sum sum) {
-    return sum;
-  }
-#elif defined(__AVX2__)
-  // Sums in int16: 8 times two products of 15 and 127 fit.
-  static constexpr size_t longest = 8;
-  template <int weight_bits>
-  static constexpr bool exists = weight_bits <= 4;
-  using Sum = Halves;
 
-#if defined(__AVX512F__)
-  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
-    return sum + (Halves)_mm512_maddubs_epi16((__m512i)w, (__m512i)x[0]);
-  }
-  static MITTENS_INLINE Int widened(Sum sum) {
-    return (Int)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
-  }
+// Of few rows, which go along the weights as they are read.
+#if defined(MITTENS_DOT_PRODUCTS)
+using RowInt16 = TwoBytes;
 #else
-  static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
-    return sum + (Halves)_mm256_maddubs_epi16((__m256i)w, (__m256i)x[0]);
-  }
-  static MITTENS_INLINE Int widened(Sum sum) {
-    return (Int)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
-  }
+using RowInt16 = Int16;
 #endif
-#else
-  template <int>
-  static constexpr bool exists = false;
-#endif
-};
 
 }  // namespace mittens::cpu::MITTENS_ISA

@@ -19,7 +19,7 @@ bool multiply_by(const IntegerCall& call, size_t most_rows, ProductMode mode) {
   if (call.type == Type::float32 || call.rows > most_rows) {
     return false;
   }
-  multiply_in_batches<Source, IntegerProducts<Source, Int16>>(call);
+  multiply_in_batches<Source, IntegerProducts<Source, RowInt16>>(call);
   return true;
 }
 

@@ -2,30 +2,41 @@
 // weights, so that sums in int32 are exact, and an outlier costs the precision of its neighbours in a word alone.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/isa/matmul/integer_forms.h"
 #include "cpu/isa/matmul/products.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
 // A row of x as integers, in steps of a source's weights, zeros at the end. Lane i is of word i. A step has the words
-// of x; then, of each word's columns, the initial value of the integer sum, which takes off the weights' middle; the
-// scale; and the sum.
+// of x; then, of each word's columns, the initial value of the integer sum, which takes off the weights' middle; and
+// the scale. Behind the steps is the sum of each group's columns where the source has an offset for it.
 template <typename Source, typename Form>
 struct ArrangedIntegers {
   static constexpr int of_word = Form::template of_word<Source>;
-  static constexpr size_t start = of_word * Form::parts * width, scale = start + width, sum = scale + width;
-  static constexpr size_t step = sum + width;
+  static constexpr size_t start = of_word * Form::parts * width, scale = start + width, step = scale + width;
 
-  static size_t size(const Source&, size_t columns) {
+  static size_t steps(size_t columns) {
     return ceil_divide(columns, Source::step) * step;
+  }
+  static size_t size(const Source& source, size_t columns) {
+    return steps(columns) + (Source::offset ? source.groups.floats(columns) : 0);
   }
 
   // Whether the row's integers may stand for it.
   template <typename T>
-  static bool fill(const Source&, const T* x, size_t columns, float* y) {
+  static bool fill(const Source& source, const T* x, size_t columns, float* y) {
     Sums sums;
+    float* group_sums = y + steps(columns);
+    std::fill_n(group_sums, size(source, columns) - steps(columns), 0.0f);
     for (size_t begin = 0; begin < columns; begin += Source::step, y += step) {
-      fill_step(x + begin, smaller(Source::step, columns - begin), y, sums);
+      const Float words = fill_step(x + begin, smaller(Source::step, columns - begin), y, sums);
+      if constexpr (Source::offset) {
+        for (size_t i = 0; i < width && begin + Source::column(0, i) < columns; ++i) {
+          group_sums[(begin + Source::column(0, i)) >> source.groups.group_bits] += words[i];
+        }
+      }
     }
     const float most = reduce(sums.most, [](auto a, auto b) MITTENS_INLINED { return a > b ? a : b; });
     return Form::stands_for({most, total(sums.sizes), static_cast<float>(columns)});
@@ -38,8 +49,9 @@ struct ArrangedIntegers {
     Float most = {}, sizes = {};
   };
 
+  // The sums of the columns of words.
   template <typename T>
-  static MITTENS_INLINE void fill_step(const T* x, size_t size, float* y, Sums& sums) {
+  static MITTENS_INLINE Float fill_step(const T* x, size_t size, float* y, Sums& sums) {
     Float values[Source::vectors], largest = {};
     arrange_step<Source>(x, size, values);
     for (size_t v = 0; v < Source::vectors; ++v) {
@@ -67,9 +79,7 @@ struct ArrangedIntegers {
     }
     write(y + start, integers * -static_cast<int32_t>(Form::template middle<Source>), All());
     write(y + scale, scales, All());
-    if constexpr (Source::offset) {
-      write(y + sum, __builtin_convertvector(integers, Float) * scales, All());
-    }
+    return __builtin_convertvector(integers, Float) * scales;
   }
 };
 
@@ -112,11 +122,11 @@ class IntegerProducts {
     typename Source::Row w[outputs];
     begin_rows(source_, n, size, columns_, memory, w);
     Float sum[rows][outputs] = {};
-    const Ahead ahead = prefetched<Source>(source_, columns_, outputs);
+    const Ahead<Source> ahead(source_, w[0], outputs);
     each_step<Source>(columns_, [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
       repeat<outputs>([&](auto i) MITTENS_INLINED {
-        __builtin_prefetch(static_cast<const char*>(Source::address(w[i.value], s)) + ahead.bytes(s));
+        ahead.prefetch(s * outputs + i.value);
         const typename Source::Raw raw = source_.read(w[i.value], s, part);
         Int products[rows];
         repeat<rows>([&](auto m)
@@ -147,15 +157,20 @@ class IntegerProducts {
           const Float scale_of_x = read<Float>(at + m.value * x_stride + X::scale, All());
           to = fma(__builtin_convertvector(products[m.value], Float) * scale_of_x, scale, to);
         });
-        if constexpr (Source::offset) {
-          const Float bias = source_.bias(w[i.value], s);
-          repeat<rows>([&](auto m) MITTENS_INLINED {
-            const Float sum_of_x = read<Float>(at + m.value * x_stride + X::sum, All());
-            sum[m.value][i.value] = fma(bias, sum_of_x, sum[m.value][i.value]);
-          });
-        }
       });
     });
+    if constexpr (Source::offset) {
+      const float* sums_of_groups = x + X::steps(columns_);
+      for (size_t g = 0; g < columns_ >> source_.groups.group_bits; g += width) {
+        repeat<outputs>([&](auto i) MITTENS_INLINED {
+          const Float offset = read<Float>(w[i.value].offsets + g, All());
+          repeat<rows>([&](auto m) MITTENS_INLINED {
+            const Float sum_of_x = read<Float>(sums_of_groups + m.value * x_stride + g, All());
+            sum[m.value][i.value] = fma(offset, sum_of_x, sum[m.value][i.value]);
+          });
+        });
+      }
+    }
     repeat<rows>([&](auto m) MITTENS_INLINED { write_some_totals(sums + m.value * stride, sum[m.value], size); });
   }
 

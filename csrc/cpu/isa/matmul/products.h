@@ -288,21 +288,22 @@ MITTENS_INLINE void write_some_totals(float* y, const Float (&v)[n], size_t size
 
 constexpr size_t prefetch_bytes = 512;  // how far ahead of a step
 
-// How far ahead to prefetch rows of weights that are read side by side: behind their ends come the rows after all of
-// them.
-struct Ahead {
-  size_t near_steps;
-  size_t behind_end;
-
-  MITTENS_INLINE size_t bytes(size_t s) const {
-    return s < near_steps ? prefetch_bytes : behind_end;
-  }
-};
-
+// Prefetches the rows behind some that are read side by side, in the order of memory: what prefetches in hardware
+// follows that order too, and not steps from row to row.
 template <typename Source>
-MITTENS_INLINE Ahead prefetched(const Source& source, size_t columns, size_t outputs) {
-  const size_t steps = ceil_divide(columns, Source::step), steps_ahead = prefetch_bytes / Source::step_bytes;
-  return {steps > steps_ahead ? steps - steps_ahead : 0, prefetch_bytes + (outputs - 1) * source.stride_bytes()};
-}
+class Ahead {
+ public:
+  MITTENS_INLINE Ahead(const Source& source, const typename Source::Row& first, size_t rows)
+      : from_(static_cast<const char*>(Source::address(first, 0)) + rows * source.stride_bytes() + beyond) {}
+
+  // step: of those of all rows together.
+  MITTENS_INLINE void prefetch(size_t step) const {
+    __builtin_prefetch(from_ + step * Source::step_bytes, 0, 2);
+  }
+
+ private:
+  static constexpr size_t beyond = 4096;  // a page of most machines
+  const char* from_;
+};
 
 }  // namespace mittens::cpu::MITTENS_ISA

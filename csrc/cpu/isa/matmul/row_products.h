@@ -157,11 +157,11 @@ class RowProducts {
     begin_rows(source_, n, size, columns_, memory, w);
     constexpr bool chained = narrow_vectors || !Source::scaled;
     LaneSums<rows, outputs, chained> sum;
-    const Ahead ahead = prefetched<Source>(source_, columns_, outputs);
+    const Ahead<Source> ahead(source_, w[0], outputs);
     auto add_step = [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
       repeat<outputs>([&](auto i) MITTENS_INLINED {
-        __builtin_prefetch(static_cast<const char*>(Source::address(w[i.value], s)) + ahead.bytes(s));
+        ahead.prefetch(s * outputs + i.value);
         const typename Source::Raw raw = source_.read(w[i.value], s, part);
         Float partial[rows];
         repeat<Source::vectors>([&](auto v) MITTENS_INLINED {

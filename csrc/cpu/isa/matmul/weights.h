@@ -105,13 +105,29 @@ struct ScalesOfWords {
     write(values + floats(columns) - width, Float{}, All());
   }
 
-  // One for each word of step s.
+  // One for each word of step s, which has `most` groups at most. Reads no more: a load of a whole vector would cross a
+  // cache line at almost every step, and wait for values that were written in two stores just now.
+  template <size_t most>
   MITTENS_INLINE Float of_step(const float* values, size_t s) const {
     const float* first = values + (s * step >> group_bits);
 #if defined(__AVX512F__)
-    return (Float)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)group_of_lane, _mm512_loadu_ps(first));
+    __m512 some;
+    if constexpr (most <= 4) {
+      some = _mm512_castps128_ps512(_mm_loadu_ps(first));
+    } else if constexpr (most <= 8) {
+      some = _mm512_castps256_ps512(_mm256_loadu_ps(first));
+    } else {
+      some = _mm512_loadu_ps(first);
+    }
+    return (Float)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)group_of_lane, some);
 #elif defined(__AVX2__)
-    return (Float)_mm256_permutevar8x32_ps(_mm256_loadu_ps(first), (__m256i)group_of_lane);
+    __m256 some;
+    if constexpr (most <= 4) {
+      some = _mm256_castps128_ps256(_mm_loadu_ps(first));
+    } else {
+      some = _mm256_loadu_ps(first);
+    }
+    return (Float)_mm256_permutevar8x32_ps(some, (__m256i)group_of_lane);
 #else
     Float scales = Float{} + *first;
     if (step >> group_bits > 1) {
@@ -126,14 +142,14 @@ struct ScalesOfWords {
 
 // What rows of packed words have in common: vector v of a step has the value v of each of width words. A row has them
 // as `words`, and the scales of its groups as `scales`.
-template <int bits>
+template <int bits, int least_group>
 struct PackedWords {
   const uint32_t* words;
   size_t words_stride;
   ScalesOfWords groups;
 
   static constexpr int vectors = 32 / bits;
-  static constexpr size_t step = vectors * width;
+  static constexpr size_t step = vectors * width, most_groups = ceil_divide(step, least_group);
   static constexpr size_t step_bytes = width * sizeof(uint32_t);
   static constexpr bool scaled = true;
   using Element = void;
@@ -165,14 +181,14 @@ struct PackedWords {
   }
   template <typename Row>
   MITTENS_INLINE Float scale(const Row& row, size_t s) const {
-    return groups.of_step(row.scales, s);
+    return groups.template of_step<most_groups>(row.scales, s);
   }
 };
 
 // Integers with scales and biases of a type that is known when a row is begun.
 template <int bits>
-struct Affine : PackedWords<bits> {
-  using Words = PackedWords<bits>;
+struct Affine : PackedWords<bits, bits == 8 ? 16 : 32> {
+  using Words = PackedWords<bits, bits == 8 ? 16 : 32>;
   using Words::groups;
   const void* scales;
   const void* biases;
@@ -235,7 +251,7 @@ struct Affine : PackedWords<bits> {
   }
 
   MITTENS_INLINE Float bias(const Row& row, size_t s) const {
-    return groups.of_step(row.offsets, s);
+    return groups.template of_step<Words::most_groups>(row.offsets, s);
   }
 };
 
@@ -291,8 +307,8 @@ MITTENS_INLINE Float e8m0(UInt bits) {
 
 // Floats of 4 or 8 bits, E2M1 or E4M3, with a scale in a byte for each group.
 template <int bits>
-struct SmallFloats : PackedWords<bits> {
-  using Words = PackedWords<bits>;
+struct SmallFloats : PackedWords<bits, 16> {
+  using Words = PackedWords<bits, 16>;
   using Words::groups;
   const uint8_t* scales;
   size_t scales_stride;
