@@ -25,7 +25,7 @@ def _convolved(
     """The channels of all steps through a convolution and SiLU in float64, and the next state."""
     batch, steps, channels = x.shape
     x = x if mask is None else np.where(mask[..., None], x, 0)
-    weight = conv_weight.reshape(channels, -1 if channels else 1)
+    weight = conv_weight.reshape(channels, conv_weight.shape[1])
     past = weight.shape[1] - 1
     window = np.concatenate([np.zeros((batch, past, channels)) if conv_state is None else conv_state, x], 1)
     ends = np.full(batch, steps) if lengths is None else np.clip(lengths, 0, steps)
