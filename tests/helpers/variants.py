@@ -11,13 +11,15 @@ def simulate(op, dtype, seed, rng, wanted=None):
     """Simulates the table's shapes, outputs and gradients, with and without weights; yields how each run went.
 
     A run is a case and the number of a choice of absent arguments; `wanted` says which to simulate, all by default.
+    Inputs of a case do not depend on which others are wanted.
     """
-    for case in op.checks():
+    cases = list(op.checks())
+    for case, draws in zip(cases, rng.spawn(len(cases)), strict=True):
         numbers = [i for i in range(len(absences(op, op.parameters, case))) if wanted is None or wanted(case, i)]
         if not numbers:
             continue
-        choices = absences(op, op.draw(rng, case, dtype), case)
-        cotangents = op.cotangents(rng, case, dtype)
+        choices = absences(op, op.draw(draws, case, dtype), case)
+        cotangents = op.cotangents(draws, case, dtype)
         for i in numbers:
             with mm.strict(_ext.strict() and not case.left_to_mx), mm.simulator.enabled(seed=seed, gpu=case.gpu):
                 yield case, i, specs.check(op, case, choices[i], cotangents)
