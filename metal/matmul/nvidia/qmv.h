@@ -11,15 +11,21 @@
 
 namespace mittens {
 
-// Rows of which a lane has P words, from its column on.
-template <typename T, int bits, int P>
-using WordsOfRows = Affine<T, bits, P * 32 / bits>;
+// What a lane loads of B rows.
+template <typename T, int P, int B>
+struct AffineBatch {
+  uint words[B][P];
+  T scales[B];
+  T biases[B];
+};
 
-template <typename Source, int B>
-inline void load_batch(Source w, uint first, thread typename Source::Run (&batch)[B]) {
+template <typename T, int P, int B>
+inline void load_batch(AffineMatrix<T> w, uint first, thread AffineBatch<T, P, B>& batch) {
 #pragma unroll
   for (int r = 0; r < B; ++r) {
-    batch[r] = w.load(0, first + r, 0);
+    load_uints(w.words + (first + r) * w.words_stride, batch.words[r]);
+    batch.scales[r] = w.scales[(first + r) * w.scales_stride];
+    batch.biases[r] = w.biases[(first + r) * w.biases_stride];
   }
 }
 
@@ -44,17 +50,17 @@ inline void multiply_weights(
 // totals[r * M + m] = x[m, columns of the lane] * w[r, the same columns]
 template <typename T, int bits, bool exact, int P, int M, int B>
 inline void multiply(
-    thread const Activations<P * 32 / bits, M>& a, thread const typename WordsOfRows<T, bits, P>::Run (&batch)[B],
-    uint two23, thread float (&totals)[B * M]) {
+    thread const Activations<P * 32 / bits, M>& a, thread const AffineBatch<T, P, B>& batch, uint two23,
+    thread float (&totals)[B * M]) {
 #pragma unroll
   for (int r = 0; r < B; ++r) {
     float sums[M];
-    const float scale = float(batch[r].scale);
-    const float bias = float(batch[r].bias);
+    const float scale = float(batch.scales[r]);
+    const float bias = float(batch.biases[r]);
     if constexpr (exact) {
-      multiply_weights<bits, P, M>(a, batch[r].words.at, scale, bias, two23, sums);
+      multiply_weights<bits, P, M>(a, batch.words[r], scale, bias, two23, sums);
     } else {
-      multiply_words<bits, exact, P, M>(a, batch[r].words.at, two23, sums);
+      multiply_words<bits, exact, P, M>(a, batch.words[r], two23, sums);
     }
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -67,15 +73,15 @@ inline void multiply(
 // take part in the sums.
 template <typename T, int bits, bool exact, int P, int M, int B>
 inline void pass_rows(
-    thread const Activations<P * 32 / bits, M>& a, bool inside, WordsOfRows<T, bits, P> w,
-    thread typename WordsOfRows<T, bits, P>::Run (&batch)[B], uint first, uint end, uint two23, PartialProducts to) {
+    thread const Activations<P * 32 / bits, M>& a, bool inside, AffineMatrix<T> w, thread AffineBatch<T, P, B>& batch,
+    uint first, uint end, uint two23, PartialProducts to) {
   for (; first < end; first += B) {
     float totals[B * M];
     clear(totals);
     if (inside) {
       multiply<T, bits, exact, P, M, B>(a, batch, two23, totals);
       if (first + B < end) {
-        load_batch(w, first + B, batch);
+        load_batch<T, P, B>(w, first + B, batch);
       }
     }
     add_totals(totals, to, first * M);
@@ -86,14 +92,14 @@ inline void pass_rows(
 // them.
 template <typename T, int bits, bool exact, int P, int M, int B>
 inline void pass_all_rows(
-    thread const Activations<P * 32 / bits, M>& a, bool inside, WordsOfRows<T, bits, P> w,
-    thread typename WordsOfRows<T, bits, P>::Run (&batch)[B], uint rows, uint two23, PartialProducts to) {
+    thread const Activations<P * 32 / bits, M>& a, bool inside, AffineMatrix<T> w, thread AffineBatch<T, P, B>& batch,
+    uint rows, uint two23, PartialProducts to) {
   const uint batched = rows / B * B;
   pass_rows<T, bits, exact, P, M, B>(a, inside, w, batch, 0, batched, two23, to);
   if (batched < rows) {
-    typename WordsOfRows<T, bits, P>::Run last[1];
+    AffineBatch<T, P, 1> last;
     if (inside) {
-      load_batch(w, batched, last);
+      load_batch<T, P, 1>(w, batched, last);
     }
     pass_rows<T, bits, exact, P, M, 1>(a, inside, w, last, batched, rows, two23, to);
   }

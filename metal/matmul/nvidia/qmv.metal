@@ -39,13 +39,13 @@ template <typename T, int bits, int P, int M, int B>
   for (uint begin = simdgroup * 32 * V; begin < params.columns; begin += simdgroups * 32 * V) {
     const uint column = begin + lane * V;
     const bool inside = column < params.columns;
-    const WordsOfRows<T, bits, P> weights = {at_column<bits>(matrix, column, params.group_shift), params.group_shift};
+    const AffineMatrix<T> weights = at_column<bits>(matrix, column, params.group_shift);
     ActivationPacks<T, V, M> packs;
     load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
     // The first weights are on their way while the activations are made ready.
-    typename WordsOfRows<T, bits, P>::Run batch[B];
+    AffineBatch<T, P, B> batch;
     if (inside && outputs >= B) {
-      load_batch(weights, 0, batch);
+      load_batch<T, P, B>(weights, 0, batch);
     }
     Activations<V, M> a;
     take_activations<T, bits, exact>(packs, lane, exchanges + simdgroup * exchange_size, a);

@@ -48,11 +48,10 @@ template <typename T, int bits, int P, int M, int B>
     to.add = begin >= simdgroups * 32 * V;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      const WordsOfRows<T, bits, P> weights = {
-          at_column<bits>(i == 0 ? gate_matrix : up_matrix, column, params.group_shift), params.group_shift};
-      typename WordsOfRows<T, bits, P>::Run batch[B];
+      const AffineMatrix<T> weights = at_column<bits>(i == 0 ? gate_matrix : up_matrix, column, params.group_shift);
+      AffineBatch<T, P, B> batch;
       if (inside && outputs >= B) {
-        load_batch(weights, 0, batch);
+        load_batch<T, P, B>(weights, 0, batch);
       }
       to.partials = partials + (i * simdgroups + simdgroup) * products;
       pass_all_rows<T, bits, exact, P, M, B>(a, inside, weights, batch, outputs, params.two23, to);
