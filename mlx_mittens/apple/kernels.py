@@ -61,6 +61,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "gated_delta_update": ("recurrence/recurrence.metal",),
     "linear_attention": ("recurrence/linear_attention.metal",),
     "ssm_update": ("recurrence/state_space.metal",),
+    **dict.fromkeys(("gated_delta_inputs", "ssm_inputs"), ("recurrence/layer_inputs.metal",)),
 }
 
 
