@@ -10,6 +10,7 @@
 #include "mlx/ops.h"
 #include "params/runtime.h"
 #include "runtime/array_layout.h"
+#include "runtime/ready_inputs.h"
 
 namespace mittens {
 
@@ -154,14 +155,7 @@ bool is_row_contiguous(const mx::array& array, int64_t alignment) {
 }
 
 const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies, int64_t alignment) {
-  const auto as_is = [alignment](const mx::array& input) { return is_row_contiguous(input, alignment); };
-  if (std::all_of(inputs.begin(), inputs.end(), as_is)) {
-    return inputs;
-  }
-  for (const auto& input : inputs) {
-    copies.push_back(as_is(input) ? input : contiguous(input, stream));
-  }
-  return copies;
+  return ready_inputs(inputs, stream, copies, [&](size_t i) { return is_row_contiguous(inputs[i], alignment); });
 }
 
 }  // namespace mittens

@@ -18,6 +18,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/ready_inputs.h"
 
 namespace mittens {
 
@@ -232,21 +233,9 @@ class RopeAppend : public KernelPrimitive {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    const auto is_ready = [&](size_t i) {
+    return ready_inputs(inputs, stream(), copies, [&](size_t i) {
       return is_buffer(i) || (is_heads(inputs, i) ? has_rows(inputs[i], 1) : is_row_contiguous(inputs[i]));
-    };
-    size_t ready = 0;
-    while (ready < inputs.size() && is_ready(ready)) {
-      ++ready;
-    }
-    if (ready == inputs.size()) {
-      return inputs;
-    }
-    copies.reserve(inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      copies.push_back(is_ready(i) ? inputs[i] : contiguous(inputs[i], stream()));
-    }
-    return copies;
+    });
   }
 
   void allocate(const Arrays& inputs, Arrays& outputs) override {

@@ -20,6 +20,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/ready_inputs.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -209,19 +210,8 @@ class QkNorm : public KernelPrimitive {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    const auto is_ready = [&](size_t i) { return i < 2 ? rows_of(inputs[i]).has_value() : has_rows(inputs[i], 1); };
-    bool all_ready = true;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      all_ready = all_ready && is_ready(i);
-    }
-    if (all_ready) {
-      return inputs;
-    }
-    copies.reserve(inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      copies.push_back(is_ready(i) ? inputs[i] : contiguous(inputs[i], stream()));
-    }
-    return copies;
+    return ready_inputs(inputs, stream(), copies,
+                        [&](size_t i) { return i < 2 ? rows_of(inputs[i]).has_value() : has_rows(inputs[i], 1); });
   }
 
   void allocate(const Arrays& inputs, Arrays& outputs) override {

@@ -13,6 +13,7 @@
 #include "params/recurrence.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
+#include "runtime/ready_inputs.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
@@ -168,14 +169,7 @@ class LayerInputs : public KernelPrimitive {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    bool all = true;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      all = all && is_ready(inputs, i);
-    }
-    for (size_t i = 0; !all && i < inputs.size(); ++i) {
-      copies.push_back(is_ready(inputs, i) ? inputs[i] : contiguous(inputs[i], stream()));
-    }
-    return all ? inputs : copies;
+    return ready_inputs(inputs, stream(), copies, [&](size_t i) { return is_ready(inputs, i); });
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {

@@ -3,6 +3,7 @@
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "runtime/array_util.h"
+#include "runtime/ready_inputs.h"
 #include "runtime/gpu.h"
 
 namespace mittens {
@@ -40,17 +41,9 @@ Arrays RecurrencePrimitive::vjp(const Arrays& primals, const Arrays& cotangents,
 }
 
 const Arrays& RecurrencePrimitive::prepared(const Arrays& inputs, Arrays& copies) {
-  const auto as_is = [&](size_t i) {
+  return ready_inputs(inputs, stream(), copies, [&](size_t i) {
     return is_row_contiguous(inputs[i], is_read_in_packs(i) || i == state_index() ? 16 : 1);
-  };
-  bool all = true;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    all = all && as_is(i);
-  }
-  for (size_t i = 0; !all && i < inputs.size(); ++i) {
-    copies.push_back(as_is(i) ? inputs[i] : contiguous(inputs[i], stream()));
-  }
-  return all ? inputs : copies;
+  });
 }
 
 // Each row of the state is read before it is written, by the same threads.

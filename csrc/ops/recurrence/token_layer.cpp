@@ -12,6 +12,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/ready_inputs.h"
 #include "runtime/gpu.h"
 
 namespace mittens {
@@ -75,14 +76,7 @@ bool HeadsOfToken::is_ready(const Arrays& inputs, size_t i) const {
 }
 
 const Arrays& HeadsOfToken::prepared(const Arrays& inputs, Arrays& copies) {
-  bool all = true;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    all = all && is_ready(inputs, i);
-  }
-  for (size_t i = 0; !all && i < inputs.size(); ++i) {
-    copies.push_back(is_ready(inputs, i) ? inputs[i] : contiguous(inputs[i], stream()));
-  }
-  return all ? inputs : copies;
+  return ready_inputs(inputs, stream(), copies, [&](size_t i) { return is_ready(inputs, i); });
 }
 
 // Each row of the state is read before it is written, by the same threads.

@@ -52,15 +52,21 @@ MITTENS_INLINE Words byte_weights(Words raw) {
   return signed_bytes && Source::middle == 128 ? w ^ 0x80808080 : w;
 }
 
-// Not where an element is not finite, huge or tiny, or so much larger than the mean that rounding its neighbours would
-// show where its own weight is 0.
-inline bool int16_stands_for(const RowSizes& row) {
-  if (row.sizes == 0) {
-    return true;
+// What forms of 16 bits share.
+struct SixteenBits {
+  template <int>
+  static constexpr bool exists = true;
+
+  // Not where an element is not finite, huge or tiny, or so much larger than the mean that rounding its neighbours
+  // would show where its own weight is 0.
+  static bool stands_for(const RowSizes& row) {
+    if (row.sizes == 0) {
+      return true;
+    }
+    const float by_mean = row.most * row.columns / row.sizes;
+    return by_mean * by_mean <= 4 * row.columns && row.most > 0x1p-80f && row.most < 0x1p96f;
   }
-  const float by_mean = row.most * row.columns / row.sizes;
-  return by_mean * by_mean <= 4 * row.columns && row.most > 0x1p-80f && row.most < 0x1p96f;
-}
+};
 
 #if defined(__ARM_FEATURE_DOTPROD) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define MITTENS_DOT_PRODUCTS
@@ -143,7 +149,7 @@ struct Int8 {
 #if defined(MITTENS_DOT_PRODUCTS)
 // Integers of 16 bits as two bytes, each multiplied as in Int8: an instruction has more products of bytes, and weights
 // need fewer shifts.
-struct TwoBytes {
+struct TwoBytes : SixteenBits {
   static constexpr int bits = Int8::bits, parts = 2;
   static constexpr float largest = 127 * 256 + 127;
   static constexpr size_t longest = 4;
@@ -173,19 +179,13 @@ struct TwoBytes {
   }
   template <typename Source>
   static constexpr int of_word = Source::vectors * bits / 32;
-  template <int>
-  static constexpr bool exists = true;
-
-  static bool stands_for(const RowSizes& row) {
-    return int16_stands_for(row);
-  }
 };
 #endif
 
 #if defined(__ARM_FEATURE_DOTPROD)
 using Int16 = TwoBytes;
 #else
-struct Int16 {
+struct Int16 : SixteenBits {
   static constexpr int bits = 16, parts = 1;
   static constexpr float largest = 32767;
   static constexpr size_t longest = 64;  // groups have no more
@@ -237,12 +237,6 @@ struct Int16 {
 #endif
   template <typename Source>
   static constexpr int of_word = Source::vectors * bits / 32;
-  template <int>
-  static constexpr bool exists = true;
-
-  static bool stands_for(const RowSizes& row) {
-    return int16_stands_for(row);
-  }
 };
 #endif
 

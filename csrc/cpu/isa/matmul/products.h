@@ -286,8 +286,6 @@ MITTENS_INLINE void write_some_totals(float* y, const Float (&v)[n], size_t size
   }
 }
 
-constexpr size_t prefetch_bytes = 512;  // how far ahead of a step
-
 // Prefetches the rows behind some that are read side by side, in the order of memory: what prefetches in hardware
 // follows that order too, and not steps from row to row.
 template <typename Source>
@@ -296,7 +294,7 @@ class Ahead {
   MITTENS_INLINE Ahead(const Source& source, const typename Source::Row& first, size_t rows)
       : from_(static_cast<const char*>(Source::address(first, 0)) + rows * source.stride_bytes() + beyond) {}
 
-  // step: of those of all rows together.
+  // step: counted along all rows.
   MITTENS_INLINE void prefetch(size_t step) const {
     __builtin_prefetch(from_ + step * Source::step_bytes, 0, 2);
   }
