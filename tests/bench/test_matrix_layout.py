@@ -10,15 +10,7 @@ from mlx_mittens.cli import matrix_layout
 from mlx_mittens.cli.main import main
 
 
-@pytest.fixture
-def on_cpu():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
-
-
-def test_the_layout_that_mlx_assumes_is_told(on_cpu):
+def test_the_layout_that_mlx_assumes_is_told(native):
     with mm.simulator.enabled(gpu="m5"):
         assert matrix_layout.asked() == matrix_layout.assumed()
         assert matrix_layout.told() == "the layout that MLX's kernels and the simulator assume"
@@ -32,7 +24,7 @@ def test_each_operand_holds_all_places_once():
         assert sorted(places) == [(row, column) for row in range(rows) for column in range(columns)]
 
 
-def test_another_layout_is_told_with_the_first_place(on_cpu):
+def test_another_layout_is_told_with_the_first_place(native):
     with mm.simulator.enabled(gpu="m5", tensor_layout="shuffled"):
         found = matrix_layout.asked()
         told = matrix_layout.told()
@@ -48,12 +40,12 @@ def test_another_layout_is_told_with_the_first_place(on_cpu):
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")
-def test_where_it_cannot_be_asked_for_the_reason_is_told(on_cpu):
+def test_where_it_cannot_be_asked_for_the_reason_is_told(native):
     assert matrix_layout.told().startswith("the layout of matrix units could not be asked for: ")
 
 
 @pytest.mark.parametrize("gpu, asks", [("m5", True), ("m4-max", False)])
-def test_doctor_asks_where_there_are_matrix_units(on_cpu, tmp_path, capsys, gpu, asks):
+def test_doctor_asks_where_there_are_matrix_units(native, tmp_path, capsys, gpu, asks):
     file = tmp_path / "doctor.json"
     with mm.simulator.enabled(gpu=gpu):
         assert main(["doctor", "--quick", "--ops", "softmax", "--device", "cpu", "--json", str(file)]) == 0

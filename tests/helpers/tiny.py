@@ -100,6 +100,15 @@ def logits_of_steps(model: nn.Module, prompt: mx.array, each: mx.array) -> list[
     return found
 
 
+def logits_of_each_way(model: nn.Module, prompt: mx.array, each: mx.array) -> list[list[mx.array]]:
+    """As logits_of_steps: plain, patched, and converted, as the model then stays."""
+    plain = logits_of_steps(model, prompt, each)
+    with mm.patched():
+        patched = logits_of_steps(model, prompt, each)
+    mm.nn.convert(model)
+    return [plain, patched, logits_of_steps(model, prompt, each)]
+
+
 def token_and_launches(
     model: nn.Module,
     prompt: mx.array,
