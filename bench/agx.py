@@ -13,16 +13,16 @@ from pathlib import Path
 from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler, kernels, machine_code, shipped
 from mlx_mittens.apple.machine_code import MachineCode, Request
-from mlx_mittens.bench import mlx_instances
+from mlx_mittens.bench import kernel_digest, mlx_instances
 from mlx_mittens.cli import registers
-from mlx_mittens.frontend import build, compiler
+from mlx_mittens.frontend import compiler
 
 TABLE = Path(__file__).parent / "results" / "agx.md"
 
 
 def sources() -> str:
-    """A digest of all that the figures depend on beside the compilers: our kernels, and what translates them."""
-    return build.key_of_kernels(agx_compiler.PATCH.read_text())
+    """A digest of our kernels and of the code that translates them."""
+    return kernel_digest.digest(agx_compiler.PATCH.read_text())
 
 
 def made_with() -> str:

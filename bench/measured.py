@@ -30,14 +30,8 @@ PLACES = runpy.run_path(str(ROOT / "docs" / "where.py"))["_PLACES"]
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.M)
 _LINE = re.compile(r'^#line \d+ "([^"]*)"\n', re.M)
-_DIRECTIVES = re.compile(r"^\s*#\s*(?:line\b.*|pragma once\s*)$", re.M)
 _NAMESPACE = re.compile(r"namespace mittens \{(.*)\}", re.S)
 _NAMED = re.compile(r"\b(?:struct|enum)\s+(\w+)|[{,]\s*(\w+)\s*(?==[^=]|,|\})|^[^{(=]*\b(\w+)\s*[(=]")
-
-
-def _tokens(text: str) -> str:
-    """A text without comments, white space and what says where its lines are from."""
-    return "".join(_DIRECTIVES.sub("", sources.without_comments(text)).split())
 
 
 def _declarations(text: str) -> list[str]:
@@ -68,7 +62,7 @@ def _metal(file: str) -> str:
     while taken := [part for part in left if _names(part) & set(re.findall(r"\w+", used))]:
         left = [part for part in left if part not in taken]
         used += "\n" + "\n".join(taken)
-    return _tokens(used)
+    return sources.tokens(used)
 
 
 def _names(declaration: str) -> set[str]:
@@ -104,7 +98,7 @@ def digest(op: str, device: str) -> str:
         (place,) = (place for place in PLACES if op in place.ops)
         folder = ROOT / (place.cpu_folder or f"csrc/cpu/isa/{place.family}")
         done: set[Path] = set()
-        texts = [_tokens(text) for name in place.cpu for text in _native((folder / name).resolve(), done)]
+        texts = [sources.tokens(text) for name in place.cpu for text in _native((folder / name).resolve(), done)]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 

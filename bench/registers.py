@@ -10,15 +10,16 @@ from pathlib import Path
 
 from mlx_mittens import frontend
 from mlx_mittens.apple import kernels as files
-from mlx_mittens.frontend import build, compiler, ptxas
+from mlx_mittens.bench import kernel_digest
+from mlx_mittens.frontend import compiler, ptxas
 
 TABLE = Path(__file__).parent / "results" / "registers.md"
 ARCHITECTURES = ("sm_80", "sm_90")
 
 
 def sources() -> str:
-    """A digest of all that the figures depend on beside the compilers: our kernels, and what translates them."""
-    return build.key_of_kernels()
+    """A digest of our kernels and of the code that translates them."""
+    return kernel_digest.digest()
 
 
 def made_with() -> str:

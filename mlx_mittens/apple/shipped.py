@@ -1,7 +1,7 @@
 """Machine code of our own kernels that is in the package, for machines without Mesa's compiler.
 
 `bench/agx.py` writes the file. It has what predictions need of each variant that Apple's plans launch: registers, and
-instructions by block. A kernel whose text is not the one that was compiled is not found.
+instructions by block. A kernel with other code than was compiled is not found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Packed = list[Any]
 
 
 def digest(file: str) -> str:
-    """What changes with the text of a kernel file, or of a header that it includes."""
+    """A digest of the code of a kernel file with the headers that it includes, comments and layout aside."""
     return _digest_of(frontend.flatten(file))
 
 
@@ -64,7 +64,7 @@ def path() -> Path:
 
 @functools.lru_cache(maxsize=64)  # a file is asked for with each of its variants
 def _digest_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(frontend.sources.tokens(text).encode()).hexdigest()[:16]
 
 
 @functools.cache

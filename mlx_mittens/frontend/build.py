@@ -581,11 +581,6 @@ def prebuilt_key(flat: str) -> str:
     return cache.key(flat, _library_key())
 
 
-def key_of_kernels(*others: str) -> str:
-    """A digest of all kernels and of what translates them, and of what else a table of theirs depends on."""
-    return cache.key(*(prebuilt_key(sources.flatten(file)) for file in sources.files()), *others)[:16]
-
-
 @functools.cache
 def _processor() -> str:
     """The features of this machine's processor: libraries are compiled for it."""

@@ -12,6 +12,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*$', re.M)
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)  # strings too, in which none begins
 _LINE = re.compile(r'^#line (\d+) "([^"\n]*)"$', re.M)
 _OTHER = re.compile(r"[^\x00-\x7f]")
+_DIRECTIVES = re.compile(r"^[ \t]*#[ \t]*(?:line\b.*|pragma[ \t]+once[ \t]*)$", re.M)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.M)
 
 _registered: dict[str, str] = {}
@@ -76,6 +77,11 @@ def is_registered(file: str) -> bool:
 def without_comments(text: str) -> str:
     """The text with blanks in place of comments: every other character stays at its place."""
     return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]) if m[0][0] == "/" else m[0], text)
+
+
+def tokens(text: str) -> str:
+    """The code of a text alone: neither comments, white space nor directives that say where its lines are from."""
+    return "".join(_DIRECTIVES.sub("", without_comments(text)).split())
 
 
 def source(file: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _ext
 
-__all__ = ["digest", "digest_in", "plain"]
+__all__ = ["as_tuples", "digest", "digest_in", "plain"]
 
 
 def plain(function: Any) -> Any:
@@ -20,12 +20,12 @@ def plain(function: Any) -> Any:
     return function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function
 
 
-def _tuples(node: Any) -> Any:
+def as_tuples(node: Any) -> Any:
     """A syntax tree as tuples, the same in all versions of Python: later ones have fields that are mostly empty."""
     if isinstance(node, ast.AST):
-        fields = ((name, _tuples(value)) for name, value in ast.iter_fields(node) if value not in (None, []))
+        fields = ((name, as_tuples(value)) for name, value in ast.iter_fields(node) if value not in (None, []))
         return (type(node).__name__, *fields)
-    return tuple(map(_tuples, node)) if isinstance(node, list) else node
+    return tuple(map(as_tuples, node)) if isinstance(node, list) else node
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def digest(function: Any) -> str:
             node.returns = None
         elif isinstance(node, ast.arg):
             node.annotation = None
-    return hashlib.sha256(repr(_tuples(tree)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(as_tuples(tree)).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -56,4 +56,4 @@ def digest_in(module: types.ModuleType, name: str) -> str:
     except (OSError, TypeError, SyntaxError):
         return ""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    return hashlib.sha256(repr(_tuples(functions)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(as_tuples(functions)).encode()).hexdigest()[:16]
