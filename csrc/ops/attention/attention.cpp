@@ -221,7 +221,7 @@ namespace {
 
 enum class Computed { nowhere, by_mx, by_kernels };  // nowhere: there is nothing to compute
 
-// What computes a call; the reason that it is left to mx is counted.
+// Chooses who computes a call; counts the reason if it is mx.
 Computed choose(const char* op, AttentionCall& call, mx::Stream stream) {
   call.options.exact = call.options.exact || is_exact();
   if (is_of_nothing(call)) {
@@ -284,7 +284,7 @@ mx::array slice_axis(const mx::array& a, int axis, int begin, int end, mx::Strea
   return mx::slice(a, start, stop, s);
 }
 
-// What mx gives for each query and the keys in its range alone.
+// mx's result for each query and the keys in its range alone.
 mx::array query_by_query(const AttentionCall& call, ByMx by_mx, mx::Stream s) {
   if (call.options.is_ragged()) {
     checks::fail(op, "exact is True, and no kernel covers the call: expected no starts and ends");

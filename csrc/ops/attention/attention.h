@@ -1,4 +1,4 @@
-// What the attention ops share: the checks of their arguments, and the primitive.
+// Shared by the attention ops: the checks of their arguments, and the primitive.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace mittens {
 
 using MaskArgument = std::variant<std::monostate, std::string, mx::array>;
 
-// The shape of keys or values that lie packed in words of so many bits an element; 0: they are not packed.
+// The shape of keys or values packed at `bits` an element; 0: not packed.
 mx::Shape unpacked(const mx::array& rows, int bits);
 
 // A call whose arguments fit together. Keys and values are one array, or packed words, scales and biases.
@@ -35,12 +35,12 @@ struct AttentionCall {
   mx::Shape scores_shape() const;
 };
 
-// Checks and takes in what both ops have besides queries, keys and values, whose shapes have been checked.
+// Checks and adds the other arguments of both ops; the shapes of queries, keys and values have been checked.
 void take_mask(const char* op, AttentionCall& call, const MaskArgument& mask, std::optional<int> window,
                mx::Stream stream);
 void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::array>& sinks, mx::Stream stream);
 
-// Heads and batches of queries against those of keys and values.
+// Checks heads and batches of queries against keys and values.
 void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values);
 
 // The keys that causal and window leave to each query, [queries, keys] of bool, for some of the queries; nothing where
@@ -54,8 +54,8 @@ mx::array shown_by(const mx::array& mask, mx::Stream stream);
 // Which rows of [.., queries, keys] of bool have a key that is seen, as one column.
 mx::array any_of_row(const mx::array& seen, mx::Stream stream);
 
-// Which queries see a key, of bool, broadcasting to the result; nothing where all do. What mx gives the others depends
-// on the device.
+// Which queries see a key, of bool, broadcasting to the result; nothing where all do. For the others mx's result
+// depends on the device.
 std::optional<mx::array> seeing_queries(const AttentionCall& call, mx::Stream stream);
 
 // How often mx.vmap maps.
@@ -67,7 +67,7 @@ mx::array joined_batch(const mx::array& input, int axis, int size, int batch, mx
 // A view of the scores' shape, with strides of 0 where the mask is broadcast.
 mx::array broadcast_mask(const mx::array& mask, const mx::Shape& scores, mx::Stream stream);
 
-// The inputs of the primitive: queries, keys, values, and what the call has of mask, sinks, starts and ends.
+// The inputs of the primitive: queries, keys, values, and of mask, sinks, starts and ends those that the call has.
 Arrays attention_inputs(AttentionCall call);
 
 // A call of native code over such inputs, whose outputs are yet to be filled in, and the keys of its rows.
@@ -97,7 +97,7 @@ mx::array finished(AttentionResult result, ByMx by_mx, mx::Stream stream);
 // The result, if there is one. A call that has to be exact is not left to mx's own function.
 std::optional<mx::array> found_in(AttentionResult result, ByMx by_mx, mx::Stream stream);
 
-// What an op returns: y, or y and the logsumexp [batch, heads, queries].
+// The result of an op: y, or y and the logsumexp [batch, heads, queries].
 using AttentionWithLogsumexp = std::tuple<mx::array, mx::array>;
 using AttentionOutput = std::variant<mx::array, AttentionWithLogsumexp>;
 

@@ -1,12 +1,11 @@
-// The gradients of attention by kernels, from what the forward left: the results and each row's logsumexp.
+// The gradients of attention by kernels, from the forward pass's results and each row's logsumexp.
 #pragma once
 
 #include "ops/attention/attention_composed.h"
 
 namespace mittens {
 
-// Whether there are kernels or native code for the gradients of such a call; mx operations compute those of others
-// (attention_composed.h).
+// Whether kernels or native code compute the gradients of a call; if not, attention_composed.h does.
 bool attention_backward_covers(const DenseAttention& call, mx::Stream stream);
 
 // y: the call's result. logsumexp [batch, heads, queries]: of a row's scores and its sink in float32, -inf where it

@@ -89,7 +89,7 @@ std::vector<Launch> attention_backward_launches(const BackwardArrays& arrays, co
     std::copy_n(dmask->shape().begin(), 4, params.mask_sizes);
   }
 
-  // What the launches write for each other, or what nobody wants.
+  // Arrays that the launches write for each other, or that nobody wants.
   const auto own = std::make_shared<std::vector<mx::array>>();
   own->reserve(5);
   const auto take_own = [&](const mx::Shape& shape, mx::Dtype of) -> const mx::array& {
@@ -102,7 +102,7 @@ std::vector<Launch> attention_backward_launches(const BackwardArrays& arrays, co
     launch.owner = own;
     launches.push_back(std::move(launch));
   };
-  // Hidden weights of 0 make NaN of what is not finite.
+  // A hidden weight of 0 times infinity or NaN would be NaN.
   const bool hides = arrays.mask || options.causal || options.window > 0;
   const auto finite = [&](const mx::array& rows) -> const mx::array& {
     if (!hides) {

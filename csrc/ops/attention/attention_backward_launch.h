@@ -8,8 +8,8 @@ namespace mittens {
 // The width of the kernels that serve heads of these widths, which are padded to it; 0 where none does.
 int attention_backward_width(const mx::Shape& queries, const mx::Shape& values);
 
-// Rows that start on multiples of 16 bytes, whose last stride is 1, none of which is further from the first of its head
-// than the kernels count.
+// The rows, copied unless they start on multiples of 16 bytes, their last stride is 1, and the kernels' offsets reach
+// from the first of a head to its last.
 mx::array with_near_rows(const mx::array& rows, mx::Stream stream);
 
 // The arrays of a call as kernels read them, of their width: queries, keys, values, y and dy with near rows, the mask

@@ -16,7 +16,7 @@ constexpr int64_t most_scores = 1 << 23;  // of the queries that are taken at on
 // matrices are multiplied.
 struct Chunk {
   mx::array queries;  // scaled
-  std::optional<mx::array> visible;  // the scores of keys that their row sees, which broadcasts to what split() gives
+  std::optional<mx::array> visible;  // which scores a row sees; broadcasts to the shape that split() gives
   mx::array weights;  // softmax of the scores, of the keys alone
   std::optional<mx::array> sink_weights;
 };
@@ -24,7 +24,7 @@ struct Chunk {
 class Composition {
  public:
   // apart: keys and values that are not finite stay out of the products that have derivatives, since derivatives that
-  // mx makes of products multiply what is hidden by 0. What they add to rows that see them is a constant.
+  // mx makes of products multiply hidden values by 0. Their terms in rows that see them are constants.
   Composition(const DenseAttention& call, mx::Stream stream, bool apart = false)
       : call_(call),
         s_(stream),
@@ -49,7 +49,7 @@ class Composition {
     return static_cast<int>(std::clamp<int64_t>(most_scores / row, 1, std::max(queries_, 1)));
   }
 
-  // before: what has to be there first, so that chunks come one after the other.
+  // before: arrays to wait for, so that chunks run one after the other.
   Chunk chunk(int first, int last, const Arrays& before) const {
     const mx::array part = mx::astype(rows_of(call_.queries, first, last), mx::float32, s_);
     mx::array q = grouped(mx::multiply(part, mx::array(call_.options.scale), s_));
@@ -107,12 +107,12 @@ class Composition {
     return ungrouped(mx::where(none, y, mx::multiply(terms, one, s_), s_), last - first);
   }
 
-  // Of joined rows, with 0 for what their row does not see.
+  // Joined rows, with 0 where a row does not see the key.
   mx::array seen_or_zero(const Chunk& chunk, const mx::array& a, int n) const {
     return chunk.visible ? joined(mx::where(*chunk.visible, split(a, n), mx::array(0.0f), s_)) : a;
   }
 
-  // Of what may be hidden, with 0 for what is not finite.
+  // Keys that may be hidden, with 0 in place of infinity and NaN.
   const mx::array& finite_k() const {
     return finite_k_;
   }
@@ -155,7 +155,7 @@ class Composition {
     return split(mx::matmul(q, mx::swapaxes(k, -1, -2, s_), s_), q.shape(2) / ratio_);
   }
 
-  // What values that are not finite add to the rows that see them: 0 where there is none, else infinity or NaN. A
+  // The terms of infinite and NaN values in the rows that see them: 0 where there are none, else infinity or NaN. A
   // weight of 0 makes NaN of infinity. Products count infinities, by their signs and without; NaN counts as very many.
   mx::array terms_of_others(const Chunk& chunk, int n) const {
     const mx::array none(0.0f), one(1.0f), very_many(0x1p60f), infinity(std::numeric_limits<float>::infinity());
@@ -216,7 +216,7 @@ mx::array composed_attention(const DenseAttention& call, mx::Stream stream) {
 }
 
 // With weights p, scores s and dp = dy v^T: dv = p^T dy, ds = p (dp - sum(p dp)), dq = scale ds k, dk = scale ds^T q; a
-// sink's gradient is that of a score whose dp is 0.
+// sink is a score whose dp is 0.
 AttentionGradients attention_gradients(const DenseAttention& call, const mx::array& cotangent,
                                        const WantedGradients& wanted, mx::Stream s) {
   const Composition composition(call, s);

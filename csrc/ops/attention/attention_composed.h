@@ -22,7 +22,7 @@ struct DenseAttention {
 
 mx::array composed_attention(const DenseAttention& call, mx::Stream stream);
 
-// Gradients with respect to queries, keys, values, mask and sinks; those that were not asked for are left out.
+// Gradients with respect to queries, keys, values, mask and sinks, as far as they were asked for.
 struct AttentionGradients {
   std::optional<mx::array> queries;
   std::optional<mx::array> keys;

@@ -55,8 +55,8 @@ AttentionParams params_of(const AttentionSizes& sizes, const AttentionOptions& o
   return params;
 }
 
-// Binds queries, keys, values, mask and sinks in the order of the kernels' arguments; the queries stand in for what is
-// not there.
+// Binds queries, keys, values, mask and sinks in the order of the kernels' arguments; the queries stand in for absent
+// ones.
 void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const AttentionOptions& options,
                  AttentionParams& params) {
   const mx::array& queries = inputs[0];

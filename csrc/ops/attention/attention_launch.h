@@ -1,4 +1,4 @@
-// Attention as its op hands it to the kernels: what the arrays are, and the launches that they take.
+// Attention as its op hands it to the kernels: the meaning of the arrays, and the launches.
 #pragma once
 
 #include <string>
@@ -13,14 +13,14 @@ namespace mittens {
 struct AttentionOptions {
   float scale = 1;
   bool causal = false;  // query i sees keys up to i + keys - queries
-  int window = 0;  // and of those the last so many; 0: all
+  int window = 0;  // and of these only the last `window`; 0: all
   bool has_mask = false;  // an input after the values: bool, or additive of the queries' type
   bool has_sinks = false;  // an input after the mask: [heads], of the queries' type
   int bits = 0;  // of packed keys and values: 4 or 8; 0: they are of the queries' type
   int group_size = 0;  // of packed keys and values
   bool has_starts = false;  // an input after the sinks: [batch] or [batch, queries], int32
   bool has_ends = false;  // an input after the starts: [batch], int32
-  bool exact = false;  // a query's result is bit for bit that of a call of this query and the keys in its range alone
+  bool exact = false;  // a query's result has the bits of a call of this query and the keys in its range alone
 
   bool leaves_parts = false;  // results are put together with others': at least two threadgroups share a row's keys
 
@@ -43,7 +43,7 @@ struct AttentionOptions {
 // Output: y [batch, heads, queries, value_width], row contiguous, and if wanted logsumexp [batch, heads, queries] in
 // float32: the natural logarithm of the sum of e^score of a row, -inf where it sees no key.
 
-// Where the rows of an array of four dimensions are in what add_view binds of it.
+// Where the rows of an array of four dimensions are in the view that add_view binds.
 TokenRows token_rows(const mx::array& rows);
 
 // Why no kernel covers these shapes, for the rule that sends the call to mx. Empty: one does.

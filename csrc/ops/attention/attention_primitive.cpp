@@ -24,7 +24,7 @@ enum class Logsumexp { none, for_gradients, output };
 // scales and biases; values likewise; a mask of four dimensions that broadcast; sinks; starts; ends.
 class Attention : public KernelPrimitive {
  public:
-  // logsumexp: whether there is a second output, and what for.
+  // logsumexp: whether there is a second output, and its use.
   Attention(mx::Stream stream, AttentionOptions options, Logsumexp logsumexp = Logsumexp::none)
       : KernelPrimitive(stream), options_(options), logsumexp_(logsumexp) {}
 

@@ -117,8 +117,8 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
   } else {
     const uint32_t resident_of_core =
         gpu.resident_simdgroups(registers_of(plan, sizes, options, is_half)) / plan.simdgroups;
-    // By prediction a quarter of what an Apple GPU holds keeps its memory busy, and half of it where packed keys are to
-    // be unpacked; more splits take longer to add up.
+    // By prediction a quarter of the simdgroups that an Apple GPU holds keep its memory busy, half where they unpack
+    // keys; more splits take longer to add up.
     const uint32_t apple = options.bits || options.leaves_parts ? 2 : 4;
     const uint32_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : apple;
     const uint32_t resident_threadgroups = std::max(gpu.cores * resident_of_core / busy, 1u);
@@ -165,8 +165,8 @@ bool one_row_wins(const AttentionSizes& sizes, mx::Dtype dtype, uint32_t keys) {
   return dtype == mx::float32 && sizes.ratio() * sizes.queries == 1 && sizes.width <= 64 && keys >= 2048;
 }
 
-// Whether packed keys and values are unpacked for mx's kernels: from as many queries on as these win over what is not
-// packed.
+// Whether packed keys and values are unpacked for mx's kernels: from the number of queries at which these win where
+// nothing is packed.
 bool unpacks_first(const AttentionSizes& sizes, mx::Dtype dtype, const Gpu& gpu) {
   return gpu.vendor == Gpu::Vendor::nvidia && dtype != mx::float32 && sizes.queries > 32;
 }
@@ -222,7 +222,7 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
     share_out_keys(plan, sizes, options, step, dtype != mx::float32, gpu);
   }
   if (options.is_ragged() && !options.exact) {
-    plan.keys_per_split = 0;  // the kernel shares out what each row has
+    plan.keys_per_split = 0;  // the kernel shares out each row's keys
   }
   return plan;
 }

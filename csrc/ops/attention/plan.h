@@ -31,13 +31,13 @@ struct AttentionSizes {
 // Shapes in elements, also of keys and values that lie packed.
 AttentionSizes attention_sizes(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values);
 
-// What an attention is for calibration.
+// The problem that calibration knows a call by.
 Problem attention_problem(const char* op, const AttentionSizes& sizes, const AttentionOptions& options,
                           mx::Dtype dtype);
 
 // In decoding the simdgroups of a threadgroup share the keys of 8 rows of queries, and threadgroups may share them
-// further; in prompts each simdgroup has 8 rows of its own and all their keys. The kernels with a number load ahead,
-// for so many rows: attention/nvidia/attention_ahead.metal.
+// further; in prompts each simdgroup has 8 rows of its own and all their keys. Kernels with a number, which is that of
+// their rows, load ahead: attention/nvidia/attention_ahead.metal.
 enum class AttentionKernel { decode, prompt, decode8, decode16, prompt16 };
 
 constexpr bool shares_keys(AttentionKernel kernel) {

@@ -62,7 +62,7 @@ AttentionCall unpacked_call(const AttentionCall& call, mx::Stream s) {
   return result;
 }
 
-// For what no kernel covers: two products and a softmax, in the type of the queries, as mlx-lm has it.
+// For calls without a kernel: two products and a softmax, in the type of the queries, as in mlx-lm.
 mx::array by_mx(const AttentionCall& call, mx::Stream s) {
   if (call.options.is_ragged()) {
     return or_nan(by_mx(with_mask_of_rows(call, s), s), call.starts, call.ends, call.keys[0].shape(2), s);

@@ -1,4 +1,4 @@
-// Packed keys or values as arrays of what they stand for.
+// Packed keys or values, unpacked to arrays.
 #pragma once
 
 #include "runtime/primitive.h"

@@ -1,4 +1,4 @@
-// Masks that attention knows by the array: it takes what they are made of in their place, and nobody computes them.
+// Masks that attention recognizes by the array: it uses their parameters instead, and the masks are never computed.
 #pragma once
 
 #include <optional>
@@ -16,14 +16,14 @@ mx::array window_mask(int queries, int offset, int window);
 // with a window the last of these. Starts [batch] of int32 may lie outside of the keys. Lazy.
 mx::array row_mask(int queries, int offset, std::optional<int> window, const mx::array& starts);
 
-// What a mask is made of.
+// A mask and its parameters.
 struct KnownMask {
   mx::array mask;
   int window;  // 0: all keys up to the query's
   std::optional<mx::array> starts;  // of keys, or behind the last
 };
 
-// That of a mask that one of the functions above gave this thread, one of its last few; none of another array.
+// The parameters of one of the last few masks that the functions above gave this thread; nullopt for other arrays.
 std::optional<KnownMask> known_mask(const mx::array& mask);
 
 }  // namespace mittens

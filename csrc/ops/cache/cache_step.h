@@ -1,5 +1,4 @@
-// A step of a key-value cache as one primitive: what appends to its buffers, and the attention over what they hold
-// then.
+// A step of a key-value cache as one primitive: the append to its buffers, then attention over them.
 #pragma once
 
 #include <memory>
@@ -16,7 +15,7 @@ struct Append {
   std::shared_ptr<KernelPrimitive> primitive;
   Arrays inputs;
   mx::Shape queries;
-  size_t buffers;  // so many inputs after the first
+  size_t buffers;  // the number of inputs after the first
 };
 
 // An attention over the first tokens of the buffers.

@@ -20,7 +20,7 @@ struct Rotary {
   std::optional<mx::array> query_norm;
   std::optional<mx::array> key_norm;
   std::optional<mx::array> value_norm;
-  std::optional<mx::array> shared_key;  // [batch, 1, tokens, dims]: what is rotated of all heads of keys, from begin on
+  std::optional<mx::array> shared_key;  // [batch, 1, tokens, dims]: the rotated columns of all heads of keys
   float eps = 0.0f;  // of the norms
   float weight_offset = 0.0f;  // added to the norms' weights
   bool traditional = false;  // pairs are neighbours

@@ -7,7 +7,7 @@
 
 namespace mittens {
 
-// What of a call is no array.
+// The arguments of a call that are no arrays.
 struct Rope {
   int begin;  // the first column that is rotated; above 0 all heads of keys share the columns from there on
   int dims;
@@ -47,15 +47,15 @@ std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width);
 Arrays inputs_of(const mx::array& heads, const Arrays& buffers, const Rotary& rotary, const Offset& offset,
                  mx::Stream stream);
 
-// What a call is in mx's operations.
+// A call in mx's operations.
 CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream stream);
 
 std::shared_ptr<KernelPrimitive> rope_append_primitive(const Rope& rope, mx::Stream stream);
 
-// What a call may be wrong in, whichever the buffers are. Heads are [.., width]; `batched` is an array [batch, ..].
+// Checks that do not depend on the kind of buffers. Heads are [.., width]; `batched` is an array [batch, ..].
 void check_rotary(const char* op, const Rotary& rotary, const mx::array& heads);
 void check_offset(const char* op, const Offset& offset, const mx::array& batched);
-// Buffers [batch, key heads, capacity, ..] of so many heads; the name is what holds it.
+// Checks a buffer [batch, key heads, capacity, ..] against the heads; the name is that of the argument that holds it.
 void check_room(const char* op, const char* name, const mx::array& buffer, const mx::array& heads, int start);
 
 }  // namespace mittens

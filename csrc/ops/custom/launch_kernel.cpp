@@ -1,5 +1,5 @@
-// Launching any kernel of a .metal file or registered source from Python: `_ext.launch`. What it is given is not
-// checked here: mlx_mittens/ops/custom.py does that, against the kernel's signature.
+// Launching any kernel of a .metal file or registered source from Python: `_ext.launch`. Its arguments are not checked
+// here: mlx_mittens/ops/custom.py does that, against the kernel's signature.
 #include <algorithm>
 #include <memory>
 #include <stdexcept>

@@ -48,8 +48,8 @@ struct UserLaunch {
   simulator::Options options;
 };
 
-// What a kernel is given of an input: its bytes from the first element to the end of the last, and what it may ask of
-// their layout. The dispatch points into it, so that it stays where it was made.
+// An input as a kernel gets it: its bytes from the first element to the end of the last, and the layout that it may ask
+// for. The dispatch points into it, so it must not move.
 class View {
  public:
   // A buffer starts at its first element, so a view that runs backwards is copied although MLX would not. A view that
@@ -133,7 +133,7 @@ class UserKernel : public mx::Primitive {
     const std::string library = frontend::user_library(launch_.file, launch_.text, launch_.kernel, launch_.options);
     wait_for_inputs(stream());
     simulator::Dispatch dispatch{.kernel = launch_.kernel, .buffers = {}, .threadgroups = {}, .threads = {}};
-    std::deque<View> views;  // does not move what it holds
+    std::deque<View> views;  // does not move its elements
     const auto by_value = [&](const auto* data, size_t count) {
       dispatch.buffers.push_back(
           {"", const_cast<void*>(static_cast<const void*>(data)), count * sizeof(*data), Buffer::constant});

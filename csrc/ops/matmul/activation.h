@@ -1,4 +1,4 @@
-// What a gated feed-forward part does with its two products.
+// How a gated feed-forward part joins its two products.
 #pragma once
 
 #include <string>
@@ -29,7 +29,7 @@ extern const Activation swiglu_activation, geglu_activation, clipped_activation;
 // The one of this name; an error that names `op` where there is none. Clipped ones are for experts alone.
 const Activation& activation_of(const char* op, const std::string& name, bool may_be_clipped);
 
-// What it gives, of mx's operations.
+// The same by mx's operations.
 mx::array gated(mx::array gate, mx::array up, const Activation& activation, mx::Stream stream);
 
 }  // namespace mittens

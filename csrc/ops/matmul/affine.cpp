@@ -16,7 +16,7 @@ namespace {
 constexpr size_t most_batch_axes = 4;
 constexpr int64_t word_alignment = 16;
 
-// In the order of cpu::QuantizedMode, with what MLX takes where nothing is given.
+// In the order of cpu::QuantizedMode, with MLX's defaults.
 struct Mode {
   const char* name;
   cpu::QuantizedMode mode;

@@ -35,7 +35,7 @@ AffineFormat affine_format(const char* op, std::optional<int> group_size, std::o
 
 const char* mode_name(const AffineFormat& format);
 
-// What names of kernels have: 4bit for affine quantization, else the mode. Of a format that has kernels.
+// The part of kernels' names: 4bit for affine quantization, else the mode. For formats that have kernels.
 const char* format_name(const AffineFormat& format);
 
 // Affine quantization of 4 and 8 bits has all kernels. Other formats have those for Apple GPUs, which then serve on
@@ -57,7 +57,7 @@ AffineShape check_affine(const char* op, int columns, const mx::array& w, const 
 AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
                          const std::optional<mx::array>& biases, const AffineFormat& format);
 
-// mx's product with quantized weights of any mode, for what no kernel covers.
+// mx's product with quantized weights of any mode, for calls without a kernel.
 mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,
                                  const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                                  std::optional<int> bits, const std::string& mode, mx::StreamOrDevice where);

@@ -28,15 +28,15 @@ const Name row_file = "matmul/apple/block_masked_row.metal";
 
 using Mask = std::optional<mx::array>;
 
-// Operands and masks of a call, in the order of a primitive's inputs. Each has three dimensions, of which the first,
-// and of masks the others too, may be 1 where it is the same for all.
+// Operands and masks of a call, in the order of a primitive's inputs. Each has three dimensions; the first, and of
+// masks the others too, may be 1 and broadcast.
 enum Input { of_a, of_b, masks_y, masks_a, masks_b, inputs_count };
 
 mx::array swapped(const mx::array& array, mx::Stream stream) {
   return mx::swapaxes(array, -1, -2, stream);
 }
 
-// A mask for each element. rows, columns: of what it masks.
+// A mask for each element. rows, columns: of the masked matrix.
 mx::array expanded(const mx::array& mask, int block_size, int rows, int columns, mx::Stream stream) {
   mx::array wide = mask;
   for (const auto& [axis, size] : {std::pair(-2, rows), std::pair(-1, columns)}) {
@@ -130,7 +130,7 @@ class BlockMaskedMm : public KernelPrimitive {
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
     copies = {contiguous_rows(inputs[of_a], stream()), inputs[of_b]};
     if (!lies_by_outputs(inputs[of_b]) && !lies_by_columns(inputs[of_b])) {
-      // Rows of columns are whole 16 bytes, those of outputs may not be.
+      // Rows of columns are whole 16 bytes, rows of outputs may not be.
       copies[of_b] = turned_view(contiguous(turned_view(inputs[of_b]), stream()));
     }
     for (int i = masks_y; i < inputs_count; ++i) {
@@ -260,7 +260,7 @@ class BlockMaskedMm : public KernelPrimitive {
   int block_size_;
 };
 
-// What a call is made of.
+// The arrays and sizes of a call.
 struct Call {
   Arrays inputs;
   mx::Shape shape;  // of the result

@@ -42,8 +42,8 @@ const Name prompts_file = "matmul/apple/matmul_tiles.metal";
 // -> y [.., outputs].
 class Gemv : public KernelPrimitive {
  public:
-  // inputs: those that it is first applied to. It may split the columns later only if it does so for these. called: the
-  // op that it is counted as.
+  // inputs: of its first call; later calls may split the columns only if this one does. called: the op that it is
+  // counted as.
   Gemv(mx::Stream stream, bool transpose, const Arrays& inputs, const char* called)
       : KernelPrimitive(stream), called_(called), transpose_(transpose), may_split_(true) {
     may_split_ = splits_of(inputs) > 1;

@@ -1,4 +1,4 @@
-// What others use of gemv.
+// Parts of gemv that other ops use.
 #pragma once
 
 #include <optional>

@@ -109,7 +109,7 @@ void become(mx::array array, mx::array output) {
   array.set_siblings(std::move(siblings), 0);
 }
 
-// The sum of a product with a residual and what a norm of it needs, if an array is a product that nobody else reads.
+// The sum of a product with a residual, and its squares for a norm, if the product has no other reader.
 std::optional<Arrays> summed(const mx::array& product, const mx::array& residual, const mx::array& weight,
                              mx::Stream stream) {
   // The inputs of norm and sum, who looks, the caller, since a model names its parts, and outputs beside the product.

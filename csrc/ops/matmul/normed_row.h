@@ -10,7 +10,7 @@
 
 namespace mittens {
 
-// What the primitive of a product keeps of the norm. Its first input is float32, and behind its others are the squares.
+// The norm, as the primitive of a product keeps it. Its first input is float32, and the squares are its last.
 struct NormOfRow {
   float eps;
   mx::Dtype dtype;  // of the product
@@ -51,7 +51,7 @@ int square_blocks(int outputs);
 // The norm y of the sum of a quantized product and a residual, in two parts that a kernel of the product computes. The
 // sum becomes that kernel's for all who hold it, and y the norm of that sum, which runs only if anybody else reads it.
 // Nothing where y is another array, where the product is of several rows or has a format without such a kernel, or
-// where more than so many hold y, the sum not counted: for others who read it the norm is computed anyhow.
+// where y has more than `holders`, not counting the sum: for other readers the norm is computed anyhow.
 std::optional<NormedRow> take_normed_row(const mx::array& y, long holders, mx::Stream stream);
 
 // The same of a norm whose row take_normed_row gave to another reader before: a norm may have several.

@@ -36,7 +36,7 @@ constexpr Schedule<GemvKernel> gemv_schedules[] = {
 };
 
 // On NVIDIA GPUs matrices of floats never pay: they go through shuffles. One row is a product of matrices there, since
-// tensor cores are many times faster than what unpacks the weights.
+// tensor cores are many times faster than unpacking the weights.
 constexpr Schedule<AffineKernel> affine_schedules[] = {
     {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, unlimited_rows, 1},
     {"tiles", AffineKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
@@ -60,17 +60,15 @@ Kernel choose(const Schedule<Kernel> (&table)[n], const Gpu& gpu, mx::Dtype dtyp
   return choose_row(table, asked_for, can_run_here, pays).kernel;
 }
 
-// A launch is to have so many simdgroups for each core: several times what it holds.
+// The number of simdgroups to launch: several times as many as the cores hold.
 uint32_t wanted_simdgroups(const Gpu& gpu) {
   return 31 * gpu.cores;
 }
 
 // --- simdgroups of a threadgroup
 
-// Simdgroups that share out the columns, which are so many chunks of what a simdgroup takes at once. Few, each of which
-// goes over many columns: on an H200 four read a fifth more a second than eight. Where more than a seventh of what four
-// take in their rounds would be no columns, five or three if those leave less; more only where few outputs would leave
-// a GPU idle.
+// How many simdgroups split K. Prefers 4, which read faster than 8 (bench/results/h200-repeated.md); 5 or 3 if 4 would
+// leave more than 1/7 of the last round idle; more only where few outputs would leave a GPU idle.
 uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs, const Gpu& gpu) {
   const uint64_t few_outputs = std::max(2 * gpu.cores, 8u) - 8;
   if (outputs < few_outputs) {
@@ -86,8 +84,8 @@ uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs, const Gpu& gpu) {
   return best;
 }
 
-// Packed weights: matmul/nvidia/qmv.metal and matmul/nvidia/quantized_swiglu.metal. chunks: of columns, each what a
-// simdgroup takes at once. outputs: of all matrices and blocks of rows. products: of a simdgroup for each output.
+// Packed weights: matmul/nvidia/qmv.metal and matmul/nvidia/quantized_swiglu.metal. chunks: of columns, each taken by a
+// simdgroup at once. outputs: of all matrices and blocks of rows. products: of a simdgroup for each output.
 RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, Registers registers,
                                   const Gpu& gpu) {
   constexpr uint64_t batched = 4;  // outputs whose weights a lane loads at once
@@ -131,7 +129,7 @@ struct GemvShape {
   uint32_t outputs;  // of a threadgroup
   uint32_t chunk;  // columns that a simdgroup takes at once
   uint32_t steps;  // chunks that keep it busy
-  uint32_t shares;  // so many times as much make a split worth its second kernel, which adds the splits up
+  uint32_t shares;  // how many times as many pay for a split's second kernel, which adds the splits up
   uint32_t rows;  // of x that a threadgroup takes
 };
 
@@ -153,8 +151,7 @@ GemvShape gemv_tiles_shape(mx::Dtype dtype, uint32_t rows, uint32_t outputs) {
   return {static_cast<uint32_t>(own_outputs), chunk, busy_columns / chunk, 4, static_cast<uint32_t>(together)};
 }
 
-// The loads of a lane that cover a row of so many packs of columns, 0 where matmul/nvidia/gemv_short.metal has no
-// kernel for it.
+// The loads of a lane that cover a row of `packs`, 0 where matmul/nvidia/gemv_short.metal has no kernel for it.
 uint32_t short_loads(uint32_t packs) {
   for (uint32_t loads : {4u, 5u, 8u}) {
     if (packs <= 32 * loads) {
@@ -466,7 +463,7 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu, 
   plan.output_blocks = sizes.outputs < outputs ? sizes.outputs : ceil_divide(sizes.outputs, outputs);
   const uint64_t blocks = std::max(uint64_t(plan.output_blocks) * plan.row_blocks * sizes.matrices, uint64_t(1));
   const uint32_t steps = ceil_divide(sizes.columns, 32u * kRunColumns);
-  // Half of what an Apple GPU's cores hold reads as fast, and has fewer sums to bring together.
+  // Half of the simdgroups that an Apple GPU holds read as fast, and leave fewer sums to add up.
   const uint64_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 2;
   const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(rows_registers(plan.rows));
   const uint64_t wanted = ceil_divide(resident_simdgroups, busy * blocks);

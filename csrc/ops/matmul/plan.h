@@ -25,7 +25,7 @@ inline constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension
 inline constexpr uint32_t unlimited_rows = std::numeric_limits<uint32_t>::max();
 inline constexpr uint32_t unlimited_splits = std::numeric_limits<uint32_t>::max();
 
-// What a product is for calibration. format: of the weights, one number for each that has kernels of its own.
+// The problem for calibration. format: of the weights, a number for each format that has kernels of its own.
 Problem product_problem(const char* op, mx::Dtype dtype, uint32_t format, const ProductSizes& sizes);
 uint32_t affine_number(const AffineFormat& format);
 
@@ -52,7 +52,7 @@ struct GemvPlan : RowProductsPlan, Splits {
   uint32_t loads;  // short_row: of a lane, which cover its row of weights
 };
 
-// What is known of the weights only when they are there.
+// The layout of the weights, known at the call only.
 struct GemvWeights {
   bool packs = true;  // whether rows are made of whole 16 bytes
   bool short_strides = true;  // whether 32 bits count the elements between rows of weights
@@ -77,7 +77,7 @@ struct ColumnsPlan : Splits {
   uint32_t threads;  // of a threadgroup
 };
 
-// What tells the kernels apart.
+// The numbers that tell the kernels apart.
 struct ColumnsKernels {
   uint32_t owned;  // outputs of a lane
   uint32_t most_owned;  // by the kernel that owns the most: splits go by it, known before it is known which serves
@@ -97,8 +97,7 @@ struct TilesPlan {
 // Tiles that share the columns where they are too few to keep a GPU busy: only tiles of 32 rows of one matrix do.
 struct SplitTilesPlan : TilesPlan, Splits {};
 
-// What there are kernels for: outputs of a threadgroup that takes 32 rows of x, and of one that takes 64 (0: none
-// does).
+// The kernels that there are: outputs of a threadgroup with 32 rows of x, and with 64 (0: no such kernel).
 struct TilesKernels {
   uint32_t outputs_32;
   uint32_t outputs_64;
@@ -174,7 +173,7 @@ bool multiplies_several(mx::Stream stream);
 // Whether two products of one row share a norm that lies between them (metal/matmul/normed_row.h).
 bool shares_norm(mx::Stream stream);
 
-// Whether so many outputs are those of a model's head, whose product is the last reader of a norm.
+// Whether a product looks like a model's head, the last reader of a norm.
 constexpr bool is_head(int64_t outputs, int64_t columns) {
   return outputs >= 24000 && outputs > 6 * columns;
 }

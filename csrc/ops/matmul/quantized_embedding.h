@@ -1,4 +1,4 @@
-// What the patch uses of quantized_embedding.
+// Parts of quantized_embedding that the patch uses.
 #pragma once
 
 #include <optional>

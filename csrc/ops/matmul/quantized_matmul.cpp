@@ -47,8 +47,8 @@ constexpr uint32_t most_kernel_rows = 8;  // of x that a kernel takes at once
 constexpr AffineKernels kernels{op, 1, most_kernel_rows, true, 4, true};
 
 // x [.., rows, columns], w, scales and biases [.., rows, ..] and bias [outputs], if there is one -> y [.., rows,
-// outputs]. The axes before w's last two are those of x, or 1 at the end: there x's axes count as rows. exact: every
-// matrix is computed as if it were the only one.
+// outputs]. The axes before w's last two are x's, or 1 at the end: there x's axes count as rows. exact: every matrix is
+// computed as if it were the only one.
 class QuantizedMatmul : public KernelPrimitive {
  public:
   QuantizedMatmul(mx::Stream stream, AffineFormat format, bool exact)
@@ -378,7 +378,7 @@ class QuantizedMatmul : public KernelPrimitive {
 };
 
 // The shapes to which the axes before the last two of x and of w broadcast. Axes at the end along which w does not
-// change stay 1 there: the primitive takes those of x for rows.
+// change stay 1 there: the primitive takes these axes of x for rows.
 struct BatchShapes {
   mx::Shape x;
   mx::Shape w;
@@ -403,7 +403,7 @@ mx::array with_batch(const mx::array& array, mx::Shape shape, mx::Stream stream)
   return array.shape() == shape ? array : mx::broadcast_to(array, shape, stream);
 }
 
-// exact: x has several rows, of which each is for one and the same matrix alone.
+// exact: each of several rows has the result of a call of this row alone, by one and the same matrix.
 std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, const mx::array& scales,
                                      const std::optional<mx::array>& biases, bool transpose,
                                      std::optional<int> group_size, std::optional<int> bits, const std::string& mode,

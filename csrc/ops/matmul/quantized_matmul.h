@@ -1,4 +1,4 @@
-// What others use of quantized_matmul.
+// Parts of quantized_matmul that other ops use.
 #pragma once
 
 #include <optional>

@@ -180,7 +180,7 @@ class QuantizedSwiglu : public KernelPrimitive {
   bool int8_ = numerics().int8;  // on a CPU x may be rounded
 };
 
-// The product of x by inputs of QuantizedSwiglu, which takes in a norm that x is, if no more than so many hold it.
+// The product of x by inputs of QuantizedSwiglu; takes in the norm that gives x, if x has at most `holders`.
 mx::array swiglu_of(const mx::array& x, long holders, const AffineFormat& format, const Activation& activation,
                     Arrays inputs, mx::Stream stream) {
   const bool may_take = inputs[0].id() == x.id() && has_common_kernels(format) && leading_size(x, 1) == 1 &&

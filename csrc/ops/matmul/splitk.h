@@ -1,4 +1,4 @@
-// The sum of what threadgroups leave that share the columns of x.
+// The sum of the results of threadgroups that share the columns of x.
 #pragma once
 
 #include "backends/launch.h"

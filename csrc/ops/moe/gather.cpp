@@ -42,7 +42,7 @@ mx::array all_of(const mx::Shape& batch, mx::Stream stream) {
   return mx::reshape(mx::arange(0, size, 1, mx::uint32, stream), batch, stream);
 }
 
-// Whether each input is that of neighbouring pairs: the first axes are those of the batch, which is 1 along the others.
+// Whether pairs of one input are neighbours: the first axes are the batch's, which is 1 along the others.
 bool are_neighbours(const mx::Shape& batch, const mx::Shape& pairs) {
   if (batch.size() != pairs.size()) {
     return std::all_of(batch.begin(), batch.end(), [](int n) { return n == 1; });
@@ -59,7 +59,7 @@ uint32_t size_of_batch(const mx::array& array) {
   return static_cast<uint32_t>(leading_size(array, 2));
 }
 
-// Whether each index is one of so many, [pairs.., 1, 1].
+// Whether each index is below `count`, [pairs.., 1, 1].
 mx::array in_range(const mx::array& indices, uint32_t count, mx::Stream stream) {
   return mx::expand_dims(mx::less(indices, mx::array(count, mx::uint32), stream), {-2, -1}, stream);
 }
@@ -68,7 +68,7 @@ mx::array clipped(const mx::array& indices, uint32_t count, mx::Stream stream) {
   return mx::minimum(indices, mx::array(count - 1, mx::uint32), stream);
 }
 
-// Of a batch of so many inputs, where pairs do not say which they have.
+// The pairs of each of `batch` inputs, where they have no indices of inputs.
 size_t pairs_per_input(const Pairs& pairs, size_t batch) {
   return batch > 0 ? std::max<size_t>(pairs.experts.size() / batch, 1) : 1;
 }
@@ -354,7 +354,7 @@ std::pair<Arrays, std::vector<int>> GatherPrimitive::vmap(const Arrays& inputs, 
     shape.insert(shape.begin(), size);
     return mx::broadcast_to(array, shape, stream());
   };
-  // Of element b the first is b times as many further on. What is out of range stays so.
+  // Element b's indices begin at b times `count`. Indices out of range stay out of range.
   auto moved = [&](const mx::array& indices, uint32_t count) {
     mx::Shape shape(indices.ndim(), 1);
     shape[0] = size;

@@ -1,4 +1,4 @@
-// What the products with chosen experts share: their indices, and what follows from these.
+// Shared by the products with chosen experts: their indices, and all that depends on them.
 //
 // A pair is an input, [rows, columns] of x, and an expert, a matrix of a stack. Indices are computed when MLX evaluates
 // them, so that nothing before can refuse one that is out of range: its pair gives NaN, and reads nothing.
@@ -25,7 +25,7 @@ struct Pairs {
   std::optional<mx::array> inputs;
 };
 
-// As uint32, which negative numbers are out of range in. Those of 64 bits stay out of range.
+// As uint32, in which negative numbers are out of range. Indices of 64 bits stay out of range too.
 mx::array as_indices(const mx::array& indices, mx::Stream stream);
 
 // Throws DtypeError for indices that are no integers.
@@ -60,7 +60,7 @@ ExpertTiles expert_tiles(const PairParams& pairs, const mx::array& experts, cons
 Launch tiled_product(const ExpertTiles& tiles, const Arrays& inputs, const mx::array* bias, const mx::array& y,
                      const AffineFormat& format, const GatherQmmParams& params);
 
-// The pairs of a call, whose indices broadcast; those that are absent are all of the batch of x, or of the stack.
+// The pairs of a call, whose indices broadcast; absent indices are the whole batch of x, or the whole stack.
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
                    const std::optional<mx::array>& lhs_indices, const std::optional<mx::array>& rhs_indices,
                    mx::Stream stream);
@@ -81,10 +81,9 @@ void check_bias_of_experts(const char* op, const char* name, const mx::array& bi
 mx::array plus_bias_of_experts(const mx::array& y, const mx::array& bias, const std::optional<mx::array>& indices,
                                mx::Stream stream);
 
-// What mx's gather makes of pairs. It does not check indices: the product is asked for indices within the arrays, and
-// the pairs of others are NaN. It gets no indices of inputs where the pairs have none: given
-// both, mx takes neither for sorted. Its result is [pairs.., rows, outputs], which must be given in case there is
-// nothing to multiply.
+// The pairs by mx's gather. It does not check indices: the product is asked for indices within the arrays, and pairs
+// with others are NaN. It gets no indices of inputs where the pairs have none: given both, mx takes neither for sorted.
+// Its result is [pairs.., rows, outputs], which must be given in case there is nothing to multiply.
 mx::array guarded(
     const Pairs& pairs, const mx::array& x, const mx::array& stack, const mx::Shape& shape, mx::Dtype dtype,
     const std::function<mx::array(const std::optional<mx::array>& inputs, const mx::array& experts)>& product,
@@ -110,7 +109,7 @@ class GatherPrimitive : public KernelPrimitive {
   virtual int outputs_of(const Arrays& inputs) const = 0;
   // The op on other arrays.
   virtual mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) = 0;
-  // What the op on other arrays is for calibration.
+  // The problem for calibration of the op on other arrays.
   virtual Problem problem(const mx::array& x, const Arrays& stacks, const Pairs& pairs) const = 0;
   // The cotangent of each pair times its expert transposed; nothing where the op is not linear in x.
   virtual std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) {
@@ -120,7 +119,7 @@ class GatherPrimitive : public KernelPrimitive {
   virtual uint32_t tiled_matrices(const mx::array& stack) const {
     return 0;
   }
-  // Makes the stacks [.., rows, row] what the kernels read.
+  // Gives the stacks [.., rows, row] the layout that the kernels read.
   virtual void prepare_stacks(Arrays& stacks) = 0;
 
   // No launches: the native code runs, where the simulator is on and there is no kernel for a call.
@@ -128,8 +127,8 @@ class GatherPrimitive : public KernelPrimitive {
   // Adds the indices to a launch.
   void add_pairs(Launch& launch, const Arrays& inputs) const;
   PairParams pair_params(const Arrays& inputs) const;
-  // The params of a kernel with quantized weights, the first triple of which is the first stacks; gives the launch its
-  // grid, whose simdgroups have so many outputs.
+  // The params of a kernel with quantized weights, whose first triple is the first stacks; gives the launch its grid of
+  // simdgroups of `simdgroup_outputs`.
   GatherQmmParams share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
                                   uint32_t simdgroup_outputs);
   // The params of a kernel that takes tiles.
@@ -157,7 +156,7 @@ class GatherPrimitive : public KernelPrimitive {
     return mittens::native_gather(pairs_of(inputs), inputs[0], inputs[1], outputs_of(inputs));
   }
 
-  const Numerics numerics_ = numerics();  // what the call was made for
+  const Numerics numerics_ = numerics();  // at the time of the call
 
  private:
   size_t stacks_;

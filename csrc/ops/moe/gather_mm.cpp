@@ -129,7 +129,7 @@ class GatherMm : public GatherPrimitive {
   std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) override {
     const Arrays turned = {mx::swapaxes(stacks[0], -1, -2, stream())};
     const Pairs pairs{experts, std::nullopt};
-    // A kernel reads rows of what it sums over.
+    // A kernel sums along rows.
     return stream().device == mx::Device::gpu ? composed(gather_inputs(dy, turned, pairs))[0]
                                               : apply(dy, turned, pairs);
   }
@@ -253,7 +253,7 @@ class GatherMm : public GatherPrimitive {
 };
 
 // The gradient of GatherMm by b on a CPU. Inputs are x, the cotangent of y, b for its shape, the indices of experts,
-// and those of inputs where there are any; the output is [.., outputs, columns], as mlx-lm's experts lie.
+// and of inputs if there are any; the output is [.., outputs, columns], as mlx-lm's experts lie.
 class GatherMmVjp : public KernelPrimitive {
  public:
   using KernelPrimitive::KernelPrimitive;
@@ -277,7 +277,7 @@ class GatherMmVjp : public KernelPrimitive {
     return {shape};
   }
 
-  // The sum of all products of the output and its cotangent is that of dy and the op's y for b = the cotangent.
+  // sum(output * cotangent) = sum(dy * y), where y is the op's for b = the cotangent.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
     const mx::array& x = primals[0];
     const mx::array& dy = primals[1];

@@ -232,7 +232,7 @@ mx::array gather_qmm_of_mx(const mx::array& x, const mx::array& w, const mx::arr
     return product_of_mx(x, w, scales, biases, lhs, rhs, transpose, group_size, bits, mode, global_scale,
                          sorted_indices, stream);
   };
-  const mx::array shaped = product(pairs.inputs, pairs.experts);  // checks what it is given
+  const mx::array shaped = product(pairs.inputs, pairs.experts);  // checks its arguments
   return guarded(pairs, x, w, shaped.shape(), shaped.dtype(), product, stream);
 }
 

@@ -183,7 +183,7 @@ class GatherSum : public KernelPrimitive {
   }
 
   AffineFormat format_;
-  Numerics numerics_ = numerics();  // what the call was made for
+  Numerics numerics_ = numerics();  // at the time of the call
 };
 
 }  // namespace

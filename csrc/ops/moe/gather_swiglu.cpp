@@ -37,7 +37,7 @@ const Name tiles_file = "moe/apple/gather_swiglu_tiles.metal";
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
 
-// What a call is: two stacks of w, scales and biases, and biases of outputs if there are any.
+// Two stacks of w, scales and biases, and biases of outputs if there are any.
 struct Experts {
   Arrays stacks;
   AffineFormat format;

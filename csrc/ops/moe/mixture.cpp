@@ -38,12 +38,12 @@ const Name normed_file = "moe/apple/normed_mixture.metal";
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
 
-// The triples of a call, each of three arrays: scales stand in for biases in modes without these. Those of the shared
-// expert are last.
+// The triples of a call, each of three arrays: scales stand in for biases in modes without them. The shared expert's
+// are last.
 enum { kGate, kUp, kDown, kTriples, kSharedGate = kTriples, kSharedUp, kSharedDown, kAllTriples };
 constexpr const char* triple_names[kAllTriples] = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"};
 
-// What an expert has biases of: the outputs of gate, up and down.
+// The biases of an expert: of the outputs of gate, up and down.
 enum { kBiases = 3 };
 
 // Which inputs there are.
@@ -88,9 +88,9 @@ struct Parts {
 };
 
 // x [.., columns], logits [.., experts], the triples, of the shared expert with its logits [..], the biases and the
-// router's -> y [.., outputs], and what lies between the two launches: hidden [tokens, places, hidden], indices and
-// weights [tokens, chosen]. With a norm y is the sum of a token and the residual; the first outputs are those that
-// SummedProduct names.
+// router's -> y [.., outputs], and the arrays between the two launches: hidden [tokens, places, hidden], indices and
+// weights [tokens, chosen]. With a norm y is the sum of a token and the residual; the first outputs are then as
+// SummedProduct names them.
 class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn {
  public:
   Mixture(mx::Stream stream, const Parts& parts) : KernelPrimitive(stream), parts_(parts) {}
@@ -207,7 +207,7 @@ class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn 
     for (size_t i = Parts::triple(parts_.has_shared ? kAllTriples : kTriples); i < inputs.size(); ++i) {
       copies[i] = contiguous_rows(inputs[i], stream());
     }
-    // One set of strides serves the triples that a launch reads, and one from row to row also those of one matrix.
+    // The triples that a launch reads share their strides; a matrix's three arrays share the stride from row to row.
     using Triples = std::vector<int>;
     share_strides(copies, Triples{kGate, kUp}, parts_.has_shared ? Triples{kSharedGate, kSharedUp} : Triples{});
     share_strides(copies, Triples{kDown}, parts_.has_shared ? Triples{kSharedDown} : Triples{});
@@ -237,7 +237,7 @@ class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn 
     }
     const bool has_router_bias = parts_.has_router_bias;
     first.input(inputs[Parts::logits]).input_if(has_router_bias, inputs[has_router_bias ? parts_.router_bias() : 0]);
-    // Behind what a sum has: hidden, indices and weights.
+    // Behind the outputs of a sum: hidden, indices and weights.
     const auto between = outputs.end() - 3;
     first.output(between[0]).output(between[1]).output(between[2]).params(params);
     if (parts_.row) {
@@ -289,7 +289,7 @@ class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn 
     return {dtype, dtype, mx::uint32, dtype};
   }
 
-  // The experts' triple stands in for that of a shared expert which the call lacks.
+  // The experts' triple stands in for an absent shared expert's.
   void add_triple(Launch& launch, const Arrays& inputs, int triple) const {
     const bool is_there = triple < kTriples || parts_.has_shared;
     for (size_t i = 0; i < 3; ++i) {

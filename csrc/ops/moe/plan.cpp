@@ -74,7 +74,7 @@ bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs,
 }
 
 uint32_t expert_tile_rows(const AffineFormat& format) {
-  return plan_tiles(affine_tiles(format, 1), {1, 64, 1, 1}).rows;  // the larger of those that the format has
+  return plan_tiles(affine_tiles(format, 1), {1, 64, 1, 1}).rows;  // the larger of the format's
 }
 
 bool has_dense_expert_tiles(size_t columns, size_t outputs, mx::Dtype dtype) {

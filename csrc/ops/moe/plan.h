@@ -18,8 +18,8 @@ struct ExpertSizes {
   size_t outputs;
 };
 
-// What a product with chosen experts is for calibration. format: of the weights, one number for each that has kernels
-// of its own. sorted: whether the caller has sorted rows by their experts, for which mx has kernels of its own.
+// The problem for calibration. format: of the weights, a number for each format that has kernels of its own. sorted:
+// whether the caller has sorted rows by their experts, for which mx has kernels of its own.
 Problem experts_problem(const char* op, mx::Dtype dtype, uint32_t format, bool sorted, const ExpertSizes& sizes);
 
 inline ExpertSizes sizes_of(const Problem& problem) {
@@ -38,7 +38,7 @@ const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stre
 // Whether mx is to compute such a problem.
 bool prefer_mx_experts(const Problem& problem, uint32_t matrices, mx::Stream stream);
 
-// Why a GPU has no kernel for so many pairs, each of so many rows, or null.
+// Why a GPU has no kernel for `pairs` of `rows` each, or null.
 const char* why_not_launched(size_t pairs, size_t rows, mx::Stream stream);
 
 inline ProductSizes sizes_of(const QuantizedParams& params) {
@@ -72,13 +72,13 @@ void share_out_tiles(Launch& launch, const ExpertTilesPlan& plan, uint32_t outpu
 
 // The functions that follow give a launch its grid, one place for each of sizes.matrices: a pair or a sum of pairs.
 
-// Quantized experts, of which a simdgroup has so many outputs.
+// Quantized experts; a simdgroup has `outputs` of one.
 void share_out_pairs(Launch& launch, const ProductSizes& sizes, uint32_t outputs, mx::Stream stream);
 
 // The same where each threadgroup finds its expert by itself: as few as there can be.
 void share_out_chosen(Launch& launch, const ProductSizes& sizes, uint32_t outputs, mx::Stream stream);
 
-// The same summed over the chosen ones, for each of which a threadgroup has a simdgroup.
+// The same summed over the chosen experts, each with a simdgroup of the threadgroup.
 void share_out_sums(Launch& launch, const ProductSizes& sizes, uint32_t outputs, uint32_t chosen, mx::Stream stream);
 
 // Dense experts.

@@ -51,7 +51,7 @@ class AddRmsNorm : public RowPrimitive {
     return weight_offset_;
   }
 
-  // The gradients with respect to x and to the residual are the same: that of the sum.
+  // The gradients with respect to x and to the residual are both the sum's.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
     const auto weight = optional_input(primals, 2);

@@ -53,7 +53,7 @@ struct NormAddNormOptions {
   bool operator==(const NormAddNormOptions&) const = default;
 };
 
-// x and residual [.., columns], weight and next weight [columns], those that there are -> y and the sum.
+// x and residual [.., columns], weight and next weight [columns], if there are any -> y and the sum.
 class NormAddNorm : public RowPrimitive {
  public:
   NormAddNorm(mx::Stream stream, const mx::array& x, const NormAddNormOptions& options)
@@ -71,7 +71,7 @@ class NormAddNorm : public RowPrimitive {
     return options_ == static_cast<const NormAddNorm&>(other).options_;
   }
 
-  // The gradient of the sum is that of the residual and, through the first norm, of x; a clipped one has none.
+  // The sum's gradient is the residual's and, through the first norm, gives x's; a clipped sum has none.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
     const auto is_wanted = [&](int argument) { return contains(argnums, argument); };
@@ -176,7 +176,7 @@ std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::arra
   const mx::Dtype dtype =
       checks::floating(op, {{"x", x}, {"residual", residual}, {"weight", weight}, {"next_weight", next_weight}});
   const mx::Stream stream = checks::checked_stream(op, where);
-  // A weight of a wider type than what comes before it widens what comes after it alone: outputs of two types.
+  // A weight of a wider type than x widens only the results after it: outputs of two types.
   const mx::Dtype normed_dtype = checks::floating(op, {{"x", x}, {"weight", weight}});
   const bool is_one_type = normed_dtype == dtype && checks::promoted({{"residual", residual}, {"x", x}}) == dtype;
   if (!is_one_type || !has_kernels(dtype) || prefer_mx(row_problem(op, x, dtype), nullptr, stream)) {

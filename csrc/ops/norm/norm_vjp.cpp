@@ -141,8 +141,8 @@ class NormVjp : public KernelPrimitive {
     return options_ == vjp.options_ && has_weight_ == vjp.has_weight_ && has_dsum_ == vjp.has_dsum_;
   }
 
-  // dx, dweight and dbias where they are asked for, and what the kernels leave for each other: each output costs the
-  // host time.
+  // dx, dweight and dbias where they are asked for, and the kernels' intermediate results: each output costs the host
+  // time.
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     const mx::array& x = inputs[0];
     std::vector<mx::Shape> shapes = {x.shape()};
@@ -181,7 +181,7 @@ class NormVjp : public KernelPrimitive {
       } else if (has_weight_ && argument == 1) {
         gradients.push_back(of[2]);
       } else {
-        gradients.push_back(argument == dy_index() ? of[1] : cotangents[0]);  // that of dsum, which is added to dx
+        gradients.push_back(argument == dy_index() ? of[1] : cotangents[0]);  // of dsum, which is added to dx
       }
     }
     return gradients;
@@ -389,7 +389,7 @@ NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>&
   if (weight) {
     inputs.push_back(*weight);
   } else {
-    options.weight_offset = no_offset;  // qk_norm has one offset for two norms, of which one may lack a weight
+    options.weight_offset = no_offset;  // qk_norm has one offset for two norms, and one may lack a weight
   }
   inputs.push_back(dy);
   if (dsum) {

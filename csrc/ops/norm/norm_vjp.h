@@ -9,7 +9,7 @@
 
 namespace mittens {
 
-// What is asked for, and of which norm.
+// The norm, and the gradients that are asked for.
 struct NormVjpOptions {
   bool centred;  // layer_norm; else rms_norm
   float eps;
@@ -26,7 +26,8 @@ struct NormGradients {
   std::optional<mx::array> bias;
 };
 
-// x, dy and dsum have one shape, all arrays one dtype. dsum is added to x's gradient: that of add_rms_norm's sum.
+// x, dy and dsum have one shape, all arrays one dtype. dsum, the cotangent of add_rms_norm's sum, is added to x's
+// gradient.
 NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>& weight, const mx::array& dy,
                              const std::optional<mx::array>& dsum, NormVjpOptions options, mx::Stream stream);
 

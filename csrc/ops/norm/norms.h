@@ -1,4 +1,4 @@
-// What the norms use of each other.
+// Parts of the norms that other norms use.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::arra
                                               float weight_offset, float next_weight_offset, bool clip_sum,
                                               mx::StreamOrDevice where);
 
-// What a norm that nothing has computed yet is of; none where an array is no such thing.
+// The arguments of a norm that has not been computed yet; nullopt for other arrays.
 struct PendingRmsNorm {
   mx::array x;
   std::optional<mx::array> weight;
@@ -43,7 +43,7 @@ struct PendingAddRmsNorm : PendingRmsNorm {
 };
 std::optional<PendingAddRmsNorm> pending_add_rms_norm(const mx::array& y);
 
-// What the sum is of that norm_add_norm computes without a weight of the second norm.
+// The arguments of a sum by norm_add_norm without a weight of the second norm.
 struct PendingNormAdd : PendingRmsNorm {
   mx::array residual;
   bool clips;
@@ -51,7 +51,7 @@ struct PendingNormAdd : PendingRmsNorm {
 std::optional<PendingNormAdd> pending_norm_add(const mx::array& sum);
 
 // The means of rows in mx operations, [.., 1]. mx's sum of a row may be one chain of additions, in which all roundings
-// of nearly equal numbers go the same way. The mean of what the first mean leaves of such a row is added.
+// of nearly equal numbers go the same way. The mean of the row less its first mean corrects it.
 mx::array compose_row_mean(const mx::array& a, mx::Stream stream);
 
 // Rows without that mean, more exactly than by its rounded value.

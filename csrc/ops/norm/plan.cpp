@@ -11,7 +11,7 @@ namespace {
 constexpr uint32_t simdgroup = 32;
 // In a threadgroup of the simd kernels, which do not need each other: few, so that small work spreads over the GPU.
 constexpr uint32_t most_simdgroups = 4;
-// What a split aims at: enough threadgroups to fill the GPU, none with less than its threads hold at once.
+// A split aims at enough threadgroups to fill the GPU, none with less than its threads hold at once.
 constexpr uint32_t split_threadgroups = 8;  // of a core
 constexpr uint32_t most_splits = 64;
 
@@ -37,14 +37,14 @@ const RowVariant& choose(const Rows& rows, const Gpu& gpu, const RowPlanOptions&
   return choose_row(row_variants, asked_for, can_run, pays);
 }
 
-// The first that fits is taken; past what registers hold of a row, the three kernels that read it twice.
+// The first that fits is taken; for rows that registers do not hold, the three kernels that read them twice.
 constexpr NormVjpVariant norm_vjp_variants[] = {
     {32, 2, NormVjpKernel::simd, "simd1", 1},     {64, 2, NormVjpKernel::simd, "simd2", 2},
     {256, 2, NormVjpKernel::block, "block1", 1},  {1024, 2, NormVjpKernel::block, "block2", 2},
     {2048, 4, NormVjpKernel::block, "block4", 4}, {no_limit, 2, NormVjpKernel::columns, "columns", 1},
 };
 
-constexpr uint32_t most_blocks = 512;  // of rows, each of which leaves its share of the parameters' gradients
+constexpr uint32_t most_blocks = 512;  // of rows, each with its share of the parameters' gradients
 constexpr uint32_t few_threads = 1 << 16;  // in all blocks: fewer, with less to add up, would leave a GPU idle
 constexpr uint32_t rows_per_block = 16;  // past that
 constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel

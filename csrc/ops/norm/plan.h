@@ -34,10 +34,10 @@ inline constexpr uint32_t usual_packs = 4;  // that a thread of an op's block ke
 
 // The first that fits is taken. Short rows: the fewest lanes that hold a row, no barriers. Middle rows: where rows are
 // few, one pack a thread for the least latency; where they are many, several packs a thread, so that more loads are in
-// flight and fewer simdgroups meet at the barrier, eight of them in kernels that have the registers. Long rows, past
-// what the registers of 512 threads hold: a threadgroup each where there are enough of them to fill a GPU or too little
-// in one to share, else several. These read the row once more, in a second launch, which pays on an Apple GPU for few
-// rows of more than 128 KB (bench/results/rows.md).
+// flight and fewer simdgroups meet at the barrier, eight of them in kernels that have the registers. Long rows, which
+// the registers of 512 threads do not hold: a threadgroup each where there are enough of them to fill a GPU or too
+// little in one to share, else several. These read the row once more, in a second launch, which pays on an Apple GPU
+// for few rows of more than 128 KB (bench/results/rows.md).
 // clang-format off
 inline constexpr RowVariant row_variants[] = {
     {8, no_limit, RowKernel::simd, "simd8", 8, 1},
@@ -69,7 +69,7 @@ struct RowPlan {
   uint32_t threadgroups;
 };
 
-// What a plan depends on beside the rows.
+// The inputs of a plan beside the rows.
 struct RowPlanOptions {
   const char* op;
   uint32_t most_splits = no_limit;  // of a row, as a workspace has room for; 1 where there is none
@@ -79,10 +79,10 @@ struct RowPlanOptions {
 // For the rows of x, on a stream's GPU.
 RowPlan plan_rows(const mx::array& x, mx::Stream stream, const RowPlanOptions& options);
 
-// What an op on the rows of x is for calibration.
+// The problem for calibration of an op on the rows of x.
 Problem row_problem(const char* op, const mx::array& x, mx::Dtype dtype);
 
-// Rows of so many packs are not split, however few they are.
+// Rows of at most this many packs are not split, however few rows there are.
 inline constexpr uint32_t unsplit_packs = [] {
   uint32_t packs = 0;
   for (const auto& variant : row_variants) {
@@ -102,8 +102,8 @@ inline bool wants_workspace(const mx::array& x, mx::Stream stream, const RowPlan
   return !is_small && plan_rows(x, stream, options).kernel == RowKernel::split;
 }
 
-// What the threadgroups of split rows leave for each other, in float32: `each` numbers a threadgroup; empty for other
-// plans, which come up where a compiled function meets another shape.
+// The shape of the results that threadgroups of split rows exchange, in float32: `each` numbers a threadgroup; empty
+// for other plans, which come up where a compiled function meets another shape.
 mx::Shape workspace_shape(const RowPlan& plan, int each);
 
 // How many threadgroups a workspace has room for a row, 1 where it is empty.

@@ -51,7 +51,7 @@ struct Rows {
     return sizes[0] * sizes[1] * sizes[2];
   }
 
-  // Elements from the first to the last, for rows of so many columns.
+  // Elements from the first to the last.
   int64_t reach(int64_t columns) const {
     if (count() == 0) {
       return 0;
@@ -142,14 +142,14 @@ HeadPlan plan_heads(uint64_t rows, uint32_t columns, uint32_t itemsize) {
   return {variant->name, simdgroup * together, ceil_divide(simdgroups, together)};
 }
 
-// What a call is for calibration: the heads of both, and their width.
+// The problem for calibration: the heads of both, and their width.
 Problem heads_problem(const mx::array& queries, const mx::array& keys, mx::Dtype dtype) {
   const size_t heads = leading_size(queries, 1) + leading_size(keys, 1);
   return {op, dtype, 0, {problem_size(heads), problem_size(queries.shape(-1)), 1, 1}};
 }
 
-// Queries and keys [.., columns], by any strides of their leading axes, and weights [columns], those that there are ->
-// both normed, row contiguous.
+// Queries and keys [.., columns], by any strides of their leading axes, and weights [columns], if there are any -> both
+// normed, row contiguous.
 class QkNorm : public KernelPrimitive {
  public:
   QkNorm(mx::Stream stream, const QkNormOptions& options) : KernelPrimitive(stream), options_(options) {}

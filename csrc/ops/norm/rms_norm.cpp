@@ -141,7 +141,7 @@ std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y) {
 
 namespace {
 
-// A row's mean as mx has it, and what is left about it.
+// A row's mean as mx computes it, and the row without it.
 struct RowMean {
   mx::array mean;
   mx::array about;  // the mean as a constant: a constant taken off a row changes no derivative

@@ -86,7 +86,7 @@ std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, 
   }
   params.eps = eps;
 
-  // All variants have the same arguments; x stands in for what one leaves alone.
+  // All variants have the same arguments; x stands in for unused ones.
   enum class Step { whole, sums, write };
   auto launch = [&](const char* variant, Step step) {
     Launch launch = row_launch(file, op_, kind, variant, plan, x.dtype());

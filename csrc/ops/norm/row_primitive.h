@@ -1,4 +1,4 @@
-// What the primitives that work along rows share: outputs of x's shape, and a workspace where a row is split.
+// Shared by the primitives that work along rows: outputs of x's shape, and a workspace where a row is split.
 #pragma once
 
 #include <initializer_list>
@@ -44,7 +44,7 @@ class RowPrimitive : public KernelPrimitive {
 
   void allocate(const Arrays& inputs, Arrays& outputs) override;
 
-  // An array [columns] of a row op's kernels: the input that it is, or -1 where it is absent, and what is added to it.
+  // An array [columns] of a row op's kernels: its input, -1 where it is absent, and the number that is added to it.
   struct Weight {
     Weight(int input, float offset = no_offset) : input(input), offset(offset) {}
 
@@ -53,8 +53,7 @@ class RowPrimitive : public KernelPrimitive {
   };
 
   // The launches of a row op's kernels (metal/mittens/row_op.h), "<file's stem>_<kind><variant>". Inputs are as the
-  // class has them; outputs are those of launches. An op of several results writes the last of them on the way to the
-  // first.
+  // class has them, outputs as the launches. With two results, the second is written first and then reread.
   std::vector<Launch> row_launches(Name file, const Arrays& inputs, std::initializer_list<Weight> weights,
                                    const Arrays& outputs, float eps = 0, const char* kind = "");
 
@@ -62,7 +61,7 @@ class RowPrimitive : public KernelPrimitive {
     return has_workspace_;
   }
 
-  // Adds an unused workspace to results, if this primitive has one: what a composition returns.
+  // Adds an unused workspace to the results of a composition, if this primitive has one.
   Arrays with_workspace(Arrays results);
 
  private:

@@ -165,7 +165,7 @@ mx::array softmax_rows(mx::array a, mx::Stream stream) {
   return RowPrimitive::result_of(std::move(primitive), std::move(inputs));
 }
 
-// Along axes with so many elements in all: they are moved to the end, made one, and moved back.
+// Moves the axes, of `columns` elements in all, to the end, makes them one, and moves them back.
 mx::array softmax_axes(const mx::array& a, const std::vector<int>& axes, int columns, mx::Stream stream) {
   std::vector<int> order;
   mx::Shape rows_shape;

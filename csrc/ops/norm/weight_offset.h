@@ -1,4 +1,4 @@
-// What is added to a norm's weight, in float32: Gemma's scale is 1 + weight.
+// A number that is added to a norm's weight, in float32: Gemma's scale is 1 + weight.
 #pragma once
 
 #include <cmath>

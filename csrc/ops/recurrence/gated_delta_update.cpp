@@ -28,7 +28,7 @@ struct Call {
   Arrays inputs;  // as of recurrence()
   RecurrenceOptions options;
   mx::Dtype state_dtype;  // of the last state that the caller gets
-  bool one_dtype;  // whether gamma and beta have that of q, k and v, to which MLX's op would round them
+  bool one_dtype;  // whether gamma and beta have the type of q, k and v, to which MLX's op would round them
 };
 
 Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma, const mx::array& beta,

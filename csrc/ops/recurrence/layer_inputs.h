@@ -1,5 +1,5 @@
-// What a recurrence takes of the projections of all steps of a prompt, by one kernel or native code: a convolution with
-// SiLU in three parts of its channels, which may be normalized, the next state of the convolution, gates and rates.
+// The inputs of a recurrence, from the projections of all steps of a prompt, by one kernel or native code: a
+// convolution with SiLU in three parts of its channels, which may be normalized, its next state, gates and rates.
 #pragma once
 
 #include <optional>
@@ -30,13 +30,13 @@ void check_inner(const char* op, int inner, int channels);
 void check_steps(const char* op, const std::optional<mx::array>& mask, const std::optional<mx::array>& lengths,
                  int batch, int steps);
 
-// Adds what there is of a mask and lengths, these as int32.
+// Adds the mask and the lengths, as int32, if there are any.
 void add_steps(Arrays& inputs, const std::optional<mx::array>& mask, const std::optional<mx::array>& lengths, int steps,
                mx::Stream stream);
 
 // The views [batch, steps, ...], states [batch, taps - 1, channels], weights [channels, taps] and bias [channels] of
-// one dtype; a and b of this dtype, A_log and dt_bias; mask, and lengths of int32: what there is of them -> the three
-// parts, the next state, and gates and rates in float32.
+// one dtype; a and b of this dtype, A_log and dt_bias; mask, and lengths of int32, if there are any -> the three parts,
+// the next state, and gates and rates in float32.
 Arrays layer_inputs(const char* op, Arrays inputs, const LayerInputsOptions& options, mx::Stream stream);
 
 }  // namespace mittens

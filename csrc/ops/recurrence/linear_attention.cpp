@@ -87,7 +87,7 @@ class LinearAttention : public RecurrencePrimitive {
   Parts parts(const Arrays& inputs) override {
     const Named arrays(inputs, options_);
     const bool scales = options_.scale != 1;
-    const mx::Dtype dtype = scales ? mx::float32 : arrays.q.dtype();  // a half type may not hold what is scaled
+    const mx::Dtype dtype = scales ? mx::float32 : arrays.q.dtype();  // scaled values may overflow a half type
     const auto typed = [&](const mx::array& a) { return in_dtype(a, dtype, stream()); };
     const mx::Shape per_head = {arrays.v.shape(0), arrays.v.shape(1), arrays.v.shape(2)};
     const mx::array decays =

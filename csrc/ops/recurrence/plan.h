@@ -10,11 +10,10 @@ namespace mittens {
 
 namespace mx = mlx::core;
 
-// What a call is for calibration: the heads of all sequences, the steps, and the rows and columns of a state.
+// The problem for calibration: the heads of all sequences, the steps, and the rows and columns of a state.
 Problem recurrence_problem(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes);
 
-// What computes a call of gated_delta_update where it is not ours: MLX's op, mlx-lm's kernel, or operations for each
-// step.
+// Who computes a call of gated_delta_update if not we: MLX's op, mlx-lm's kernel, or operations for each step.
 enum class GatedDeltaPeer { op, kernel, operations };
 
 // Why mx is faster; null where it is not known to be. uncorrected: ssm_update and linear_attention.

@@ -16,7 +16,7 @@ namespace mittens {
 struct RecurrenceOptions {
   bool has_state;  // else it begins with zeros
   bool has_mask;
-  bool corrects;  // whether what the state has for k is taken off v
+  bool corrects;  // whether the state's value for k is subtracted from v
 
   bool operator==(const RecurrenceOptions&) const = default;
 };
@@ -42,7 +42,7 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
 Arrays recurrence_vjp(const Arrays& inputs, const Arrays& cotangents, const RecurrenceOptions& options,
                       mx::Stream stream);
 
-// Its sizes, from those of queries and values.
+// Its sizes, by the shapes of queries and values.
 inline cpu::Recurrence native_recurrence(const mx::array& q, const mx::array& v, bool gate_per_column, bool corrects) {
   const auto size = [](const mx::array& a, int axis) { return static_cast<size_t>(a.shape(axis)); };
   return {size(q, 0), size(q, 1), size(v, 2), size(q, 2), size(v, 3), size(q, 3), gate_per_column, corrects};

@@ -1,5 +1,5 @@
-// Recurrences as products of matrices, a chunk of steps at a time: between the states of two chunks, what a step adds
-// is known once a triangular system is solved.
+// Recurrences as products of matrices, a chunk of steps at a time: solving a triangular system gives the updates of all
+// steps of a chunk.
 #include <limits>
 #include <optional>
 #include <vector>
@@ -61,7 +61,7 @@ mx::array over_chunk(const Chunk& chunk, mx::array& state, bool corrects, mx::St
   const mx::array nothing(-std::numeric_limits<float>::infinity());
   const mx::array seen = triangle(n, [](int i, int j) { return j <= i; });
   const mx::array before = triangle(n, [](int i, int j) { return j < i; });
-  // Over the steps between each two, added up one by one: what is left of the difference of two large sums is rounding.
+  // Over the steps between each two, added up one by one: the difference of two large sums would be mostly rounding.
   const auto decays_of = [&](const mx::array& log_gates, const mx::array& seen, const mx::array& before) {
     const mx::array sums = mx::cumsum(mx::multiply(log_gates, before, s), 3, false, true, s);
     return mx::exp(mx::where(mx::astype(seen, mx::bool_, s), sums, nothing, s), s);
@@ -82,7 +82,7 @@ mx::array over_chunk(const Chunk& chunk, mx::array& state, bool corrects, mx::St
   }
   const mx::array decay = mx::exp(since, s);
   const mx::array of_state = turned(state, s);
-  // What each key is multiplied by.
+  // The factors of the keys.
   mx::array updates = chunk.v;
   if (corrects) {
     updates = mx::subtract(updates, mx::matmul(mx::multiply(chunk.k, decay, s), of_state, s), s);

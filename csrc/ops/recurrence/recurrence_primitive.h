@@ -1,5 +1,5 @@
-// What the primitives of recurrences share: each has a kernel and native code for its own inputs, and its composition
-// and its gradients are those of the recurrence behind it.
+// Shared by the primitives of recurrences: each has a kernel and native code for its own inputs, and takes composition
+// and gradients from the recurrence behind it.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,7 @@ class RecurrencePrimitive : public KernelPrimitive {
  public:
   using KernelPrimitive::KernelPrimitive;
 
-  // By those of the recurrence, which has native code for them.
+  // By the recurrence's gradients, which have native code.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override;
   Arrays composed(const Arrays& inputs) override;

@@ -1,4 +1,4 @@
-// The gradients of recurrences on the CPU. On GPUs they are those of the composition.
+// The gradients of recurrences on the CPU. On GPUs they come from the composition.
 #include <functional>
 #include <memory>
 

@@ -47,7 +47,7 @@ Optional seen_steps(const Optional& mask, const Optional& lengths, int steps, mx
 struct Call {
   Arrays inputs;  // as of state_space()
   StateSpaceOptions options;
-  mx::Dtype y_dtype;  // of what the caller gets
+  mx::Dtype y_dtype;  // of the result
   mx::Dtype state_dtype;
 };
 

@@ -1,4 +1,4 @@
-// What kernels of recurrences are told of arrays, and how the rows of a state are shared out among the lanes of a GPU.
+// Params of the kernels of recurrences, and how the rows of a state are shared out among the lanes of a GPU.
 #pragma once
 
 #include <bit>

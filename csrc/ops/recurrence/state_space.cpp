@@ -41,7 +41,7 @@ class StateSpaceStep : public RecurrencePrimitive {
     const StateSpaceArrays arrays(inputs, options_);
     const mx::Stream s = stream();
     mx::array dt = in_dtype(arrays.dt, mx::float32, s);
-    if (arrays.mask) {  // a hidden step has no part in the gradients of what all steps share, whatever it holds
+    if (arrays.mask) {  // a hidden step adds nothing to the gradients of shared parameters, even if it is NaN
       dt = mx::where(mx::expand_dims(*arrays.mask, 2, s), dt, mx::array(0.0f), s);
     }
     mx::array step = mx::add(dt, in_dtype(arrays.dt_bias, mx::float32, s), s);

@@ -1,4 +1,4 @@
-// What the ops of one token of a layer with states share: checks, the primitive of a state for each head, its launch.
+// Shared by the ops of one token of a layer with states: checks, the primitive of a state for each head, its launch.
 #pragma once
 
 #include <memory>
@@ -18,8 +18,8 @@ void check_shape(const char* op, const char* name, const mx::array& array, const
 mx::array taps_of_channels(const char* op, const mx::array& conv_weight, std::optional<int> channels, mx::Stream stream,
                            const char* name = "conv_weight");
 
-// Whether mx is to compute a token, since a GPU has no kernel for so many rows or is_empty, or for its speed; but for
-// the second said so in mm.stats().
+// Whether mx is to compute a token: no kernel has that many rows, it is faster, or is_empty. All but the last are
+// counted in mm.stats().
 bool token_goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, bool is_empty, mx::Stream stream);
 
 StateParams token_params(const cpu::Recurrence& sizes);

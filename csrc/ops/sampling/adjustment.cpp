@@ -113,7 +113,7 @@ mx::array compose_mask(const mx::array& x, const mx::array& mask, mx::Stream s) 
   return mx::where(allowed, x, mx::array(-std::numeric_limits<float>::infinity(), x.dtype()), s);
 }
 
-// What mlx-lm's processors compute, one after the other. Tokens outside of the row go to a column behind it.
+// mlx-lm's processors, one after the other. Tokens outside of the row go to a column behind it.
 mx::array compose_penalties(const mx::array& logits, const AdjustOptions& options, const AdjustOptions::Given& given,
                             mx::Stream s) {
   const int columns = logits.shape(-1);

@@ -1,4 +1,4 @@
-// Penalties and a mask of logits before tokens are drawn: what a call asks for, and how primitives keep it.
+// Penalties and a mask of logits before tokens are drawn: as a call gives them, and as primitives keep them.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ using Penalty = std::variant<double, mx::array>;
 // Repetition, presence and frequency, in the order in which they change a logit.
 inline constexpr size_t penalties = 3;
 
-// What a call gives. contexts: of so many last tokens of a row.
+// The arguments of a call. contexts: how many of a row's last tokens count.
 struct Adjustment {
   std::optional<mx::array> mask;
   std::optional<mx::array> tokens;
@@ -40,7 +40,7 @@ struct ArraysIn<Adjustment> {
   }
 };
 
-// What a primitive does to its logits: the arrays are among its inputs.
+// As a primitive keeps them; the arrays are among its inputs.
 struct AdjustOptions {
   bool has_mask = false;
   bool has_tokens = false;
@@ -65,7 +65,7 @@ struct AdjustOptions {
 // Throws where something cannot be done to the logits.
 void check_adjustment(const char* op, const mx::array& logits, const Adjustment& adjustment);
 
-// What changes anything; its arrays become further inputs. Checks them too.
+// Checks an adjustment and keeps the parts that change anything; their arrays become further inputs.
 AdjustOptions add_adjustment(const char* op, const mx::array& logits, const Adjustment& adjustment, Arrays& inputs,
                              mx::Stream stream);
 
@@ -76,7 +76,7 @@ mx::array compose_adjusted(const mx::array& logits, const AdjustOptions& options
 // A number as one that is added to an array of the type, which mx rounds to it.
 float rounded_to(double number, mx::Dtype dtype);
 
-// What the kernel and native code are told, for row contiguous arrays.
+// Params for the kernel and native code, of row contiguous arrays.
 AdjustParams adjust_params(const mx::array& logits, const AdjustOptions& options, const AdjustOptions::Given& given,
                            uint32_t splits);
 cpu::Adjustment native_adjustment(const mx::array& logits, const AdjustOptions& options,

@@ -10,7 +10,7 @@ namespace mittens {
 
 namespace {
 
-// -inf for what is not kept.
+// -inf in place of columns that are not kept.
 mx::array compose_filters(mx::array x, const SampleOptions& options, mx::Stream s) {
   const mx::array nothing(-std::numeric_limits<float>::infinity(), x.dtype());
   const mx::array all = x;

@@ -1,4 +1,4 @@
-// What a call of sample asks for, and the same by mx operations.
+// The options of a call of sample, and the call by mx operations.
 #pragma once
 
 #include <optional>

@@ -10,7 +10,7 @@ namespace mittens {
 
 namespace mx = mlx::core;
 
-// Threadgroups that share a row of so many packs of 16 bytes.
+// How many threadgroups share a row of `packs` of 16 bytes.
 uint32_t plan_sample_splits(size_t rows, uint32_t packs, mx::Stream stream);
 
 }  // namespace mittens

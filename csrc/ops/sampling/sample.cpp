@@ -44,7 +44,7 @@ const Name logprobs_file = "sampling/sample_logprobs.metal";
 const Name adjusted_file = "sampling/sample_adjusted.metal";
 const Name combine_kernel = "sample_combine";
 
-constexpr int most_columns = (1 << 20) - 1;  // so many exponentials add up in 64 bits
+constexpr int most_columns = (1 << 20) - 1;  // more exponentials would overflow a sum of 64 bits
 constexpr int partial_size = kSamplePartial;
 
 mx::Shape without_columns(const mx::array& logits) {
@@ -86,7 +86,7 @@ bool needs_workspace(const mx::array& logits, const SampleOptions& options, mx::
   return options.logprobs == kAllLogprobs || plan_splits(logits, options, stream) > 1;
 }
 
-// What a call is for calibration: its rows and columns, and what is done with them.
+// The problem for calibration: rows, columns and the operations on them.
 Problem sample_problem(const mx::array& logits, const SampleOptions& options, mx::Dtype dtype) {
   const bool filters = !options.greedy;
   const bool of_tokens = options.logprobs == kTokenLogprobs, of_all = options.logprobs == kAllLogprobs;
@@ -95,9 +95,9 @@ Problem sample_problem(const mx::array& logits, const SampleOptions& options, mx
   return {op, dtype, format, {problem_size(leading_size(logits, 1)), problem_size(logits.shape(-1)), 1, 1}};
 }
 
-// logits [.., columns], unless greedy key [2], and the arrays of an adjustment -> tokens [..], their logarithmic
-// probabilities or those of all logits where these are asked for, a workspace, the adjusted logits and room for counts
-// where there is an adjustment.
+// logits [.., columns], unless greedy key [2], and the arrays of an adjustment -> tokens [..], logarithmic
+// probabilities of these or of all logits if they are asked for, a workspace, and for an adjustment the adjusted logits
+// and room for counts.
 class Sample : public KernelPrimitive {
  public:
   Sample(mx::Stream stream, const SampleOptions& options, bool has_workspace)
@@ -124,7 +124,7 @@ class Sample : public KernelPrimitive {
     return shapes;
   }
 
-  // What made such an output of a call that draws greedily, which none but penalized_logits hands out.
+  // The call behind adjusted logits of a greedy draw, which only penalized_logits hands out.
   std::optional<std::pair<mx::array, Adjustment>> adjustment_of(const mx::array& output) const {
     const Arrays& inputs = output.inputs();
     const AdjustOptions& adjust = options_.adjust;
