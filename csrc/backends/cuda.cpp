@@ -151,7 +151,7 @@ std::map<uint32_t, size_t> sizes_by_value(const Launch& launch) {
   return sizes;
 }
 
-// What tells one loaded kernel from another: its name, and what kernels that are not ours are specialised by.
+// Tells loaded kernels apart: the name, and for kernels that are not ours the constants that specialise them.
 std::string identity(const Launch& launch, const std::map<uint32_t, size_t>& sizes) {
   std::string key = launch.kernel.text() + " of " + launch.file.text();
   for (const auto& [index, size] : sizes) {
@@ -189,8 +189,8 @@ CUfunc_st* loaded_function(const Launch& launch, const std::map<uint32_t, size_t
   return first;
 }
 
-// Each thread caches its lookups, by the name alone where that tells kernels apart, and by the device, of which
-// MLX uses but one context: this is on the path of every call.
+// Each thread caches its lookups, by the name alone where that tells kernels apart, and by the device, since MLX uses
+// one context of each: this is on the path of every call.
 CUfunc_st* function_of(const Launch& launch, mx::Stream stream) {
   struct Known {
     int device = 0;
@@ -268,8 +268,8 @@ void run(const Launch& launch, mx::Stream stream) {
                    [&](const Input& input) {
                      const mx::array* array = &input.array.get();
                      if (std::find(told.begin(), told_end, array) == told_end) {
-                       // MLX's graph has a kernel wait for those that wrote what it needs, and not for those that read
-                       // what it writes over; which nothing holds back where arrays are counted apart.
+                       // MLX's graph has a kernel wait for the writers of its inputs, but not for the readers of memory
+                       // that it overwrites; where arrays are counted apart, nothing else does.
                        owner_of(*array) ? encoder.set_output_array(*array) : encoder.set_input_array(*array);
                        *told_end++ = array;
                      }

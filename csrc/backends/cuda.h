@@ -12,7 +12,7 @@ namespace mittens::cuda {
 // Whether the MLX that is loaded is a CUDA build.
 bool available();
 
-// A sentence that says what kernels lack to run; empty when nothing is missing.
+// A sentence that says why kernels cannot run; empty if they can.
 std::string_view missing();
 
 // A GPU, as the driver has it.

@@ -154,7 +154,7 @@ void run(const Launch& launch, mx::Stream stream) {
     std::visit(Visitor{
                    [&](const Input& input) {
                      encoder.set_input_array(input.array, index, input.offset);
-                     if (owner_of(input.array)) {  // what writes over it next has to wait
+                     if (owner_of(input.array)) {  // the next kernel that overwrites it has to wait
                        encoder.register_output_array(input.array);
                      }
                    },

@@ -39,7 +39,7 @@ struct Pipeline {
 
 // The kernels of a .metal file; of all files where they were built ahead into one library.
 std::vector<std::string> kernels(const std::string& file);
-// Compiles a kernel for this GPU, if it was not yet. Throws what Metal says against it.
+// Compiles a kernel for this GPU, if it was not yet. Throws Metal's error.
 Pipeline pipeline(const std::string& file, const std::string& kernel);
 
 }  // namespace mittens::metal

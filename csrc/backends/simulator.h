@@ -1,4 +1,4 @@
-// The simulator as this process uses it: one switch, one table of open libraries, a record of what ran.
+// The simulator as this process uses it: one switch, one table of open libraries, a record of launches.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes
 
 using Constants = std::map<uint32_t, std::string>;  // function constants by index, as C++ writes them
 
-// Waits for the inputs of a primitive on this CPU stream. The simulator runs on the thread that evaluates, so
-// that a fault is an exception of the call: MLX's Metal backend commits what it has encoded for a GPU after that.
-// Errors of GPU streams of this thread are thrown here.
+// Waits for the inputs of a primitive on this CPU stream. The simulator runs on the thread that evaluates, so that a
+// fault is an exception of the call: MLX's Metal backend commits work encoded for a GPU after that. Errors of GPU
+// streams of this thread are thrown here.
 void wait_for_inputs(mx::Stream stream);
 
 // Runs a dispatch in the library at this path, and notes it under the file and constants that the library was made of.

@@ -10,7 +10,7 @@ namespace {
 
 thread_local int depth = 0;
 
-// Plans read an array's place in its buffer, and native code takes its address; neither reads what is there.
+// Plans read an array's place in its buffer, and native code takes its address; neither reads the memory.
 constexpr size_t bytes = 64;
 
 }  // namespace

@@ -6,7 +6,7 @@
 namespace mittens::cpu {
 
 struct LogitPenalty {
-  size_t context;  // of so many last tokens; 0 where there is no penalty
+  size_t context;  // how many last tokens count; 0 where there is no penalty
   size_t step;  // from a row's number to the next one's: 0 where all rows share it
   const float* numbers;  // null where all rows have the value
   float value;

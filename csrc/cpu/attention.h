@@ -6,7 +6,7 @@
 
 namespace mittens::cpu {
 
-// [batch, heads, rows, ..] with its last stride 1 and any others, in elements of what data points at.
+// [batch, heads, rows, ..] with its last stride 1 and any others, in elements.
 struct AttentionView {
   const void* data;
   int64_t batch;

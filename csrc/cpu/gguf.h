@@ -38,7 +38,7 @@ void block_matmul(Type type, BlockKind kind,
 // y = round(w), computed in float32.
 void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y, size_t count);
 
-// Byte for byte what the gguf package's quantizer makes of the weights widened to float32.
+// Byte for byte the result of the gguf package's quantizer for the weights widened to float32.
 void block_quantize(Type type, BlockKind kind, const void* w, uint8_t* blocks, size_t count);
 
 }  // namespace mittens::cpu

@@ -6,8 +6,8 @@
 
 namespace mittens::cpu {
 
-// Gradients of sum(u * dx) + sum(v * dweight) + sum(b * dbias), where dx, dweight and dbias are what layer_norm_vjp
-// gives (centred), or rms_norm_vjp without dsum.
+// Gradients of sum(u * dx) + sum(v * dweight) + sum(b * dbias), where dx, dweight and dbias are the results of
+// layer_norm_vjp (centred), or of rms_norm_vjp without dsum.
 struct NormVjpVjp {
   const void* x;  // [rows, columns]
   const void* weight;  // [columns] or nullptr

@@ -21,7 +21,7 @@ namespace mittens::cpu {
 
 namespace {
 
-// How long a thread looks for news before it sleeps: about what a wake-up costs, since the cores may be shared.
+// How long a thread spins before it sleeps: about as long as a wake-up takes, since the cores may be shared.
 constexpr std::chrono::microseconds spin_time{15};
 
 void relax() {

@@ -87,7 +87,7 @@ void multiply(const Product& product) {
     for (const bool* row = std::find(begin, begin + rows, false); row != begin + rows;) {
       const bool* end = std::find(row, begin + rows, true);
       Product part = product.part(matrix, row - begin, end - row);
-      if (part.mode.int8) {  // int16 may stand for what int8 does not
+      if (part.mode.int8) {  // int16 may cover it where int8 does not
         part.mode.int8 = false;
         multiply(part);
       } else {

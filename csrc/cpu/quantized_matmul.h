@@ -37,7 +37,7 @@ inline QuantizedWeights weights_of_blocks(BlockKind kind, const uint8_t* data, s
   return w;
 }
 
-// The most rows of x whose results may be bit for bit those of each row alone.
+// The most rows of x whose results can have the bits of calls of one row.
 constexpr size_t most_exact_rows = 32;
 
 // How a product sums.

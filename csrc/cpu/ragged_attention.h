@@ -5,7 +5,7 @@
 
 namespace mittens::cpu {
 
-// From where to where the keys of a row of the batch are. A row that names what is no key is NaN.
+// The range of keys of each row of the batch. A row with a range outside of the keys is NaN.
 struct RaggedKeys {
   const int32_t* starts;  // [batch], or [batch, queries]; nullptr: 0
   bool has_query_starts;

@@ -23,8 +23,8 @@ struct SampleOptions {
   bool splits_key;  // whether numbers are drawn by the second half of the key's split
 };
 
-// x [rows, columns] and key [2], null where greedy -> tokens [rows], their logarithmic probabilities, or null, and
-// those of all x [rows, columns], of its type, or null.
+// x [rows, columns] and key [2], null where greedy -> tokens [rows], their logarithmic probabilities, or null, and all
+// logarithmic probabilities [rows, columns], of x's type, or null.
 void sample(Type type, const void* x, const uint32_t* key, uint32_t* tokens, float* logprobs, void* all, size_t rows,
             size_t columns, const SampleOptions& options);
 

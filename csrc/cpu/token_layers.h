@@ -1,5 +1,5 @@
-// A token of layers that keep the inputs of a short convolution, and maybe a state for each head, and what recurrences
-// take of a prompt, on the CPU. The files of the same names in metal/recurrence have the formulas.
+// A token of layers that keep the inputs of a short convolution, and maybe a state for each head, and the inputs of
+// recurrences of a prompt, on the CPU. The files of the same names in metal/recurrence have the formulas.
 #pragma once
 
 #include "cpu/recurrence.h"
@@ -24,7 +24,7 @@ struct ShortConvToken {
 struct SsmToken {
   size_t batch;
   size_t heads;
-  size_t groups;  // each of which heads / groups heads share
+  size_t groups;  // each shared by heads / groups heads
   size_t rows;
   size_t columns;
   size_t taps;
@@ -87,7 +87,7 @@ struct LayerInputs {
   float* rates_out;  // as b
 };
 
-// What a recurrence takes of a prompt's projections.
+// The inputs of a recurrence, from a prompt's projections.
 void layer_inputs(Type type, const LayerInputs& all);
 
 void short_conv_token(Type type, const ShortConvToken& shape,

@@ -42,7 +42,7 @@ const Memory& memory_of(const mx::array& array) {
   return owner ? owner->memory : array.data_shared_ptr();
 }
 
-// What is left of an array in MLX's graph that has been evaluated before its turn: an array that is made anew of it, as
+// Stands in MLX's graph for an array that has been evaluated before its turn: an array that is made anew of it, as
 // mx.compile does, has the same memory.
 class Done : public mx::Primitive {
  public:
@@ -125,7 +125,7 @@ void Promised::fulfil(const mx::array& buffer, const mx::array& with, mx::Stream
   promised->event = descriptor(with)->event;
   promised->status = mx::array::Status::evaluated;
   promised->inputs.clear();
-  // Its owner and this one: it is not among what MLX evaluates now, which that holds besides whoever depends on it.
+  // Its owner and this one: MLX, which also holds the arrays that it evaluates, is not evaluating it now.
   if (promised.use_count() == 2) {
     promised->primitive = nullptr;
   } else {

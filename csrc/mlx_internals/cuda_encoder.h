@@ -1,5 +1,5 @@
-// The few members that are needed of MLX's CUDA command encoder, and what its buffers point to: MLX ships no header of
-// them. The symbols are weak: in an MLX without CUDA they are null.
+// The few members that we need of MLX's CUDA command encoder, and its buffers' memory: MLX ships no header of them. The
+// symbols are weak: in an MLX without CUDA they are null.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ __attribute__((weak)) CommandEncoder& get_command_encoder(Stream stream);
 
 namespace mittens::mlx_internals {
 
-// What an array's buffer points to in MLX's CUDA build.
+// The object behind an array's buffer in MLX's CUDA build.
 struct CudaBuffer {
   void* data;
   size_t size;

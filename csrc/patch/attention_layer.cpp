@@ -28,8 +28,8 @@ bool is_called_by_patch(nb::handle module) {
   return is_patched(attribute(module.type(), call));
 }
 
-// Whether the layer's own call would come to the patch's functions, and to no other's that lies on them: what they do
-// is done here at once.
+// Whether the layer's own call would reach the patch's functions, and no other's that wrap them: this does their work
+// at once.
 bool comes_to_patch(const nb::dict& layer, nb::handle cache, bool is_packed) {
   static PyObject* const home = name("__module__");
   static PyObject* const base = name("mlx_lm.models.base");
@@ -43,7 +43,7 @@ bool comes_to_patch(const nb::dict& layer, nb::handle cache, bool is_packed) {
          is_patched(attribute(cache.type(), update));
 }
 
-// What layers of a kind call their projection of the output and their norms of heads, null where they have none.
+// The names that layers of a kind have for their projection of the output and norms of heads; null if there is none.
 struct Parts {
   PyObject* output;
   PyObject* norms[2];
@@ -94,7 +94,7 @@ std::optional<Rotary> rotary_of(const nb::dict& layer) {
       .dims = turn.dims, .base = turn.base, .scale = turn.scale, .freqs = turn.freqs, .traditional = turn.traditional};
 }
 
-// What queries', keys' and values' layers of mlx.nn.QuantizedLinear make of x in one launch.
+// The products of x with the queries', keys' and values' layers, of mlx.nn.QuantizedLinear, in one launch.
 std::optional<std::vector<mx::array>> products_in_one(const nb::object (&layers)[4], const mx::array& x) {
   static PyObject* const module = name("mlx.nn");
   static PyObject* const linear = name("QuantizedLinear");

@@ -39,8 +39,8 @@ struct DeferredRope {
   std::variant<int, WeakArray> offset;
   std::optional<WeakArray> freqs;
   mx::Stream stream;
-  float factor = 1.0f;  // of what is turned
-  std::optional<WeakArray> before = std::nullopt;  // of keys, columns before what is turned; of queries, both
+  float factor = 1.0f;  // of the turned columns
+  std::optional<WeakArray> before = std::nullopt;  // of keys, the columns before the turned ones; of queries, both
   int begin = 0;  // how many columns are before
 
   bool turns_as(const DeferredRope& other) const {
@@ -91,8 +91,8 @@ bool is_of_pending(const mx::array& array) {
   return is_pending(array) && std::any_of(array.inputs().begin(), array.inputs().end(), is_pending);
 }
 
-// An array, what it is computed of, what that is computed of, and so on: up to one that is computed of values, or of
-// several arrays that are not.
+// An array, its input, that one's input, and so on: up to one whose inputs have values, or that has several inputs
+// without values.
 struct Line {
   static constexpr size_t most = 12;
   std::array<std::uintptr_t, most> ids;
@@ -270,7 +270,7 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   if (!a || !b || !a->turns_as(*b)) {
     return std::nullopt;
   }
-  // A layer of latents has them as its keys, and what it turns as its values: here it is the other way round.
+  // A layer of latents calls latents its keys and the turned columns its values; the append's order is the reverse.
   const auto is_turned = [&](const mx::array& fresh) { return a->y.is(fresh) || b->y.is(fresh); };
   const bool has_latents = !is_turned(new_keys) && packing.bits == 0;
   const mx::array& turned_keys = has_latents ? new_values : new_keys;
@@ -286,7 +286,7 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   if (!turned_queries || !queries || !heads || !is_pending(turned_keys) || of_keys.factor != 1.0f) {
     return std::nullopt;
   }
-  // The queries become a result of what they must not be needed for.
+  // The queries become a result of the append, so none of its inputs may depend on them.
   const Line line(*queries);
   const auto may_be_input = [&](const mx::array& array) { return Line(array).comes_before(*turned_queries, line); };
   const auto may_be_held = [&](const mx::array& array) {
@@ -357,7 +357,7 @@ mx::array before_turned(const mx::array& columns, const mx::array& turned, const
   const int begin = columns.shape(-1);
   for (auto& call : calls.of) {
     const bool is_whole = call && call->y.is(turned) && call->dims == turned.shape(-1) && call->begin == 0;
-    // An embedding may scale what it turns: then it is not what `whole` has there.
+    // An embedding may scale its columns: then they differ from those in `whole`.
     const bool is_of_whole = is_whole && (!whole || (part && call->x.is(*part)));
     if (is_of_whole && begin > 0 && !y.is_tracer()) {
       call->y = WeakArray(y);

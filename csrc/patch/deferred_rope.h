@@ -15,7 +15,8 @@ mx::array mx_rope(const mx::array& x, int dims, bool traditional, std::optional<
                   mx::StreamOrDevice where);
 
 // Columns of heads, [batch, heads, tokens, width], and behind them turned ones, of as many heads or of one for all. Of
-// queries, `whole` is what both are parts of, and `part` what was to be turned. The append may do both.
+// queries, `whole` is the array that both are parts of, and `part` the one that was to be turned. The append may do
+// both.
 mx::array before_turned(const mx::array& columns, const mx::array& turned, const std::optional<mx::array>& whole,
                         const std::optional<mx::array>& part);
 

@@ -20,7 +20,7 @@ namespace {
 
 struct FunctionWrapper {
   PyObject_HEAD vectorcallfunc vectorcall;
-  PyObject* op;  // what messages and counts call it
+  PyObject* op;  // its name in messages and counts
   PyObject* original;
   PyObject* attempt;  // or None
   PyObject* dict;  // __wrapped__ and its like
@@ -48,7 +48,7 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flagged, PyObject* 
     if (result) {
       Py_DECREF(result);
     } else if (PyErr_ExceptionMatches(
-                   PyExc_TypeError)) {  // something else than arrays: mx takes it, or says what is wrong
+                   PyExc_TypeError)) {  // something else than arrays: mx takes it, or raises its own error
       PyErr_Clear();
       note_fallback(op_of(self), "arguments of other types");
     } else {

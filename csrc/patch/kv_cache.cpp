@@ -1,4 +1,4 @@
-// What a layer does with a key/value cache at every token, in one call: indexing four arrays from Python costs the host
+// A layer's use of its key/value cache at every token, in one call: indexing four arrays from Python costs the host
 // more than the layer's attention.
 
 #include "patch/kv_cache.h"
@@ -66,8 +66,8 @@ mx::array appended(const mx::array& buffer, const mx::array& fresh, int first) {
   return mx::slice_update(buffer, fresh, start, stop);
 }
 
-// The buffers become what they are now, as by mx's own assignment to a part of an array: who else holds the Python
-// objects sees it too.
+// Assigns to the buffers in place, as mx's own assignment to a part of an array: other holders of the Python objects
+// see it too.
 void replace(mx::array& keys, mx::array& values, const mx::array& new_keys, const mx::array& new_values) {
   keys.overwrite_descriptor(new_keys);
   values.overwrite_descriptor(new_values);
@@ -79,7 +79,7 @@ void replace(mx::array& keys, mx::array& values, const CacheStep& step) {
 
 using Seen = std::pair<mx::array, mx::array>;
 
-// Puts new tokens into the buffers from `first` on; what these hold up to `end`, none if there is no room.
+// Puts new tokens into the buffers from `first` on; returns their tokens up to `end`, nullopt if there is no room.
 std::optional<Seen> put_into_cache(mx::array& keys, mx::array& values, const mx::array& new_keys,
                                    const mx::array& new_values, int first, int end) {
   if (!has_room(keys, new_keys, first) || !has_room(values, new_values, first)) {
@@ -100,7 +100,7 @@ std::optional<Seen> append_to_cache(mx::array& keys, mx::array& values, const mx
   return put_into_cache(keys, values, new_keys, new_values, first, first + tokens);
 }
 
-// Names of what a cache holds.
+// Names of a cache's attributes.
 PyObject* const* buffer_names() {
   static PyObject* const names[] = {name("keys"), name("values")};
   return names;
@@ -123,7 +123,7 @@ std::optional<Arrays> held_by(nb::handle cache) {
   return Arrays{*as_array(keys), *as_array(values)};
 }
 
-// What buffers hold of one head's token.
+// The shape and type of one head's token in a buffer.
 struct Item {
   int columns;
   mx::Dtype dtype;
@@ -200,8 +200,8 @@ bool are_heads(const mx::array& new_keys, const mx::array& new_values) {
          new_keys.shape(tokens_axis) == new_values.shape(tokens_axis);
 }
 
-// Puts new tokens from `first` on into buffers made for them, and these into the cache; what they hold up to `end`.
-// None where no append turns the keys: then the cache is as it was.
+// Puts new tokens from `first` on into buffers made for them, and these into the cache; returns their tokens up to
+// `end`. nullopt where no append turns the keys: then the cache is as it was.
 std::optional<Seen> put_into_new(nb::handle cache, const Arrays& buffers, const Arrays& held, const mx::array& new_keys,
                                  const mx::array& new_values, int first, int end) {
   const auto step = append_with_rope(buffers, {}, new_keys, new_values, first, held);
@@ -423,7 +423,7 @@ struct Rotating {
   }
 };
 
-// Where new tokens go in such a cache, and what attention sees of it then.
+// Where new tokens go in such a cache, and the part of it that attention sees then.
 struct Place {
   std::optional<Arrays> made;  // its new buffers, where these grow or shrink
   int first;
@@ -519,7 +519,7 @@ std::optional<Place> place_of_tokens(const Rotating& cache, const mx::array& new
       before += std::max(end - first, 0);
     }
     dropped = std::max(before - cache.most + 1, 0);
-    // Behind those that it keeps.
+    // Behind the tokens that it always keeps.
     int kept = cache.kept, gone = dropped;
     Runs rest;
     for (auto [first, end] : runs) {
@@ -618,7 +618,7 @@ std::optional<Seen> try_batch_rotating_update_and_fetch(const nb::object& cache,
   nb::setattr(cache, nb::handle(count_name), nb::int_(found->tokens + tokens));
   nb::setattr(cache, nb::handle(index_name), nb::int_(place->first + tokens));
   nb::setattr(cache, nb::handle(rotated_name), nb::bool_(place->is_rotated));
-  // What counts positions is computed at every step, also where no mask of the model reads it.
+  // The count of positions is computed at every step, even if no mask of the model reads it.
   seen->first = mx::depends({seen->first}, {*as_array(padding), positions})[0];
   return seen;
 }
@@ -642,7 +642,7 @@ auto with_keys_alike(const nb::object& cache, mx::array& new_keys, mx::array& ne
   return seen;
 }
 
-// The append of a layer's heads of queries, keys and values, of which it turns queries and keys.
+// The append of a layer's keys and values, which also turns queries and keys.
 std::optional<Append> append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
                                 const Rotary& rotary, int first, mx::Stream stream) {
   if (heads.ndim() != 4 || keys.ndim() != 4 || heads.shape(1) <= 2 * keys.shape(1)) {
@@ -682,7 +682,7 @@ std::shared_ptr<mx::Primitive> attention_until(mx::Shape keys, mx::Shape values,
   return try_attention_primitive({keys[0], query_heads, 1, keys[3]}, keys, values, dtype, options, stream);
 }
 
-// Appends one token and attends, in one primitive; the buffers become those that hold it.
+// Appends one token and attends, in one primitive; updates the buffers.
 mx::array append_and_attend(Append append, std::shared_ptr<mx::Primitive> attention,
                             const std::vector<mx::array*>& buffers, int first) {
   const mx::Shape shape = append.queries;
@@ -829,7 +829,7 @@ std::shared_ptr<mx::Primitive> attention_of_token(const LayerCache& cache, int q
   try {
     const AttentionOptions options{.scale = scale, .bits = packing.bits, .group_size = packing.group_size};
     return attention_until(keys, cache.values(), dtype, query_heads, end, options, stream);
-  } catch (const std::invalid_argument&) {  // the model's own call says what is wrong
+  } catch (const std::invalid_argument&) {  // the model's own call raises the error
     return nullptr;
   }
 }

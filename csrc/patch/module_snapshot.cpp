@@ -1,5 +1,5 @@
-// Whether modules still hold what they held: a layer that stands for several asks it at every token. An array counts as
-// another once it was assigned to in place, which leaves Python's object the same.
+// Whether modules still hold the same parameters: a layer that stands for several asks it at every token. An array
+// counts as another once it was assigned to in place, which leaves Python's object the same.
 #include <optional>
 #include <utility>
 #include <vector>
@@ -17,7 +17,7 @@ namespace mittens {
 
 namespace {
 
-// Of a module's parameters: the key, Python's object, and what an array was.
+// A parameter of a module: the key, Python's object, and the array that it had.
 struct Parameter {
   nb::object key;
   nb::object value;
@@ -31,7 +31,7 @@ struct Parameter {
   }
 };
 
-// None of its lookups may leave an error behind: what cannot be asked is not what it was.
+// Lookups must leave no Python error behind: a key that cannot be looked up has changed.
 nb::handle item(nb::handle dict, nb::handle key) {
   PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
   if (!found) {
@@ -53,7 +53,7 @@ class Part {
     }
     attributes_ = nb::borrow<nb::dict>(module.attr("__dict__"));
     for (auto [key, value] : attributes_) {
-      if (nb::cast<const char*>(key)[0] != '_') {  // whether it trains, and what of it is frozen
+      if (nb::cast<const char*>(key)[0] != '_') {  // leaves out _training and _no_grad
         numbers_.push_back({nb::borrow(key), nb::borrow(value)});
       }
     }

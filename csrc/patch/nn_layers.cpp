@@ -67,7 +67,7 @@ std::optional<QuantizedLayer> read_quantized(const nb::dict& layer) {
                         attribute<std::string>(layer, mode)};
 }
 
-// mlx.nn.QuantizedLinear. What this leaves is mx.quantized_matmul's, which is patched as well: that one counts.
+// mlx.nn.QuantizedLinear. Calls that this leaves go to mx.quantized_matmul, which is patched as well and counts them.
 std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::array& x) {
   static PyObject* const bias = name("bias");
   static const auto attempt = lenient("quantized_matmul", &try_product_of_model, &quantized_matmul);
@@ -91,7 +91,7 @@ std::optional<mx::array> try_quantized_embedding_layer(const nb::dict& layer, co
   return attempt(x, w, scales, biases, group_size, bits, mode, {});
 }
 
-// mlx.nn.RMSNorm. What this leaves is mx.fast.rms_norm's, as above.
+// mlx.nn.RMSNorm. Calls that this leaves go to mx.fast.rms_norm, as above.
 std::optional<mx::array> try_norm_layer(const nb::dict& layer, mx::array& x, float weight_offset) {
   static PyObject* const weight = name("weight");
   static PyObject* const eps = name("eps");

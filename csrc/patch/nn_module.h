@@ -33,7 +33,7 @@ inline std::optional<mlx::core::array> array(const nanobind::dict& layer, PyObje
   return found ? std::optional(*found) : std::nullopt;
 }
 
-// What is neither array nor layer is an attribute.
+// An attribute that is neither an array nor a layer.
 inline nanobind::object attribute(nanobind::handle object, PyObject* key) {
   return nanobind::steal(nanobind::detail::getattr(object.ptr(), key));
 }
@@ -43,7 +43,7 @@ T attribute(nanobind::handle object, PyObject* key) {
   return nanobind::cast<T>(attribute(object, key));
 }
 
-// What a module has under a name; null where the module has not been imported, or has no such thing.
+// A member of an imported module; null if the module has not been imported, or has no such member.
 inline nanobind::object member(PyObject* module, PyObject* key) {
   const nanobind::object home = nanobind::steal(PyImport_GetModule(module));
   if (!home.is_valid()) {

@@ -37,7 +37,7 @@ std::optional<mx::array> logits_of(const mx::array& logprobs) {
              : std::nullopt;
 }
 
-// Tokens, whose launches also compute the logarithmic probabilities: their array becomes that of the op.
+// Tokens, whose launches also compute the logarithmic probabilities: the op's output replaces their array.
 mx::array sample_logprobs(mx::array& logprobs, double temperature, int top_k, double top_p, double min_p) {
   const auto logits = logits_of(logprobs);
   if (!logits) {

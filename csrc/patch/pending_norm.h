@@ -1,4 +1,4 @@
-// Norms under the patch, where what is normalized is still to be computed.
+// Norms under the patch whose inputs are still to be computed.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// What ends C++ code at once because Python asks for it: Ctrl-C, and whatever else a signal handler raises.
+// Ends C++ code at once because Python asks for it: at Ctrl-C, or if another signal handler raises.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -79,9 +79,9 @@ class PendingGraph {
     }
   }
 
-  // The operations that an evaluation of the arrays runs, each after those that it depends on. A tuple for each: its
-  // name, the number of the call or -1, details, inputs and outputs. An input is a shape, a dtype, bytes of an element,
-  // the operation that makes it or -1, and whether it is known to be row contiguous; an output is the first three.
+  // The operations that an evaluation of the arrays runs, each after its inputs'. A tuple for each: its name, the
+  // number of the call or -1, details, inputs and outputs. An input is a shape, a dtype, bytes of an element, the
+  // operation that makes it or -1, and whether it is known to be row contiguous; an output is the first three.
   nb::list walk(const Arrays& arrays) {
     find_calls();
     Walk walk;

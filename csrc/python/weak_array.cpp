@@ -1,4 +1,4 @@
-// Arrays by what they are, for Python: an assignment in place makes another array of the same Python object.
+// Identities of arrays, for Python: an assignment in place makes another array of the same Python object.
 #include <nanobind/nanobind.h>
 
 #include "mlx_internals/buffer_ownership.h"

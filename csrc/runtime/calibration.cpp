@@ -64,7 +64,7 @@ constexpr const char* devices[] = {"cpu", "gpu", "simulator"};
 
 struct State {
   std::mutex mutex;
-  // Calls read a table without a lock; of those that were replaced none is freed, since a call may still read it.
+  // Calls read a table without a lock; replaced tables are never freed, since a call may still read one.
   std::array<std::atomic<const Table*>, std::size(devices)> tables{};
   std::vector<std::unique_ptr<const Table>> kept;
   std::atomic<bool> active = false;  // whether a call has anything to ask for
@@ -118,21 +118,21 @@ mx::Dtype dtype_named(const std::string& name) {
   throw std::invalid_argument("dtype is '" + name + "': expected float32, float16 or bfloat16");
 }
 
-// What is known of a problem that no measurements answer.
+// The answer for a problem without measurements.
 const Choice& unknown() {
   static const Choice none;
   return none;
 }
 
-// What is known of a problem whose neighbours go to mx and have several plans.
+// The answer for a problem whose neighbours all go to mx, by several plans.
 const Choice& any_plan_but_mx() {
   static const Choice choice{true, true, {}, 0};
   return choice;
 }
 
-// The choice measured nearest to a problem, where one is near; else that of its neighbours, where they agree.
+// The choice measured nearest to a problem, if one is near; else its neighbours' choice, if they agree.
 const Choice& answer(const std::vector<Point>& points, const std::array<float, 4>& position) {
-  constexpr float near = 1.001f;  // a factor of two in a size, and what rounding adds
+  constexpr float near = 1.001f;  // a factor of two in a size, with room for rounding
   constexpr float neighbouring = 3.999f;  // less than a factor of 16
   const Point* nearest = nullptr;
   const Choice* first = nullptr;  // of the neighbours
@@ -191,7 +191,7 @@ constinit thread_local std::array<Known, 64> known_problems{};
 
 const Choice& look_up(const Problem& problem, const Table& table) {
   const mx::Dtype::Val dtype = problem.dtype.val();
-  // Sizes are often powers of two, of which a product with an odd number leaves the high bits well mixed.
+  // Sizes are often powers of two; multiplying by an odd number mixes them into the high bits.
   constexpr uint64_t odd = 0x9e3779b97f4a7c15;
   uint64_t hash = (reinterpret_cast<uintptr_t>(problem.op) + static_cast<uint64_t>(dtype) + problem.format) * odd;
   for (uint32_t size : problem.sizes) {

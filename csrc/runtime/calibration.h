@@ -1,5 +1,5 @@
-// What was measured on this machine: for a problem, the plan that won, or that mx did. Plans and ops ask for it; where
-// no measurement answers, the plan tables and the rules for mx decide alone.
+// Measurements of this machine: for a problem, the plan that won, or mx. Plans and ops ask for it; where no measurement
+// answers, the plan tables and the rules for mx decide alone.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace mx = mlx::core;
 struct Problem {
   const char* op;  // text that stays where it is
   mx::Dtype dtype;
-  uint32_t format;  // what else tells kernels apart, as the family's plan.h numbers it
+  uint32_t format;  // tells other kernels apart, numbered by the family's plan.h
   std::array<uint32_t, 4> sizes;  // those not used are 1
 };
 
@@ -33,7 +33,7 @@ struct Choice {
   int parallelism = 0;  // log2 of how many times the GPU's cores the plan is to count with
 };
 
-// Tells calibration what schedules the plan table of some ops has, for as long as the process lives.
+// Tells calibration the schedules in the plan table of some ops, for as long as the process lives.
 class Schedules {
  public:
   template <typename Row, size_t n>
@@ -54,9 +54,9 @@ inline uint32_t problem_size(size_t count) {
   return static_cast<uint32_t>(std::min<size_t>(count, std::numeric_limits<uint32_t>::max()));
 }
 
-// The choice measured nearest to a problem, no size of which is more than twice or less than half of the problem's.
-// Where there is none, the choice of all measurements within a factor of 16 in each size, if they lie around the
-// problem and agree. For plans, which follow its schedule and its parallelism.
+// The choice measured nearest to a problem, within a factor of 2 in each size. Where there is none, the choice of all
+// measurements within a factor of 16 in each size, if they lie around the problem and agree. For plans, which follow
+// its schedule and its parallelism.
 Choice calibrated(const Problem& problem, mx::Stream stream);
 
 // Whether mx is to compute a problem that a kernel covers as well. By calibration where it knows the problem, else

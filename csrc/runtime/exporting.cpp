@@ -49,7 +49,7 @@ std::string name_of(std::string_view function) {
   return "mlx_mittens." + std::string(function);
 }
 
-// What a primitive is of, without its prefix: mlx_mittens.rms_norm of RmsNorm.
+// The op or function of a primitive, without prefix: mlx_mittens.rms_norm of RmsNorm.
 std::string what_makes(std::string_view primitive) {
   static const std::map<std::string_view, std::string_view> others = {
       {"AttentionUnpack", "quantized_scaled_dot_product_attention"},
@@ -104,8 +104,8 @@ void bind(nb::module_& module) {
   static const nb::handle type =
       PyErr_NewExceptionWithDoc("mlx_mittens.ExportError", kExportErrorDoc, PyExc_ValueError, nullptr);
   module.attr("ExportError") = type;
-  // Also of what mlx.core throws, whose functions share the translators: where neither the patch nor a module of ours
-  // is used, nothing marks what is traced for export, and it is MLX that finds our primitive.
+  // mlx.core's functions share the translators: where neither the patch nor a module of ours is used, nothing marks a
+  // trace for export, and MLX itself finds our primitive.
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);

@@ -1,4 +1,4 @@
-// What the plans know of a GPU.
+// The properties of a GPU that plans depend on.
 #pragma once
 
 #include <cstdint>

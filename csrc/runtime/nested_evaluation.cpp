@@ -47,12 +47,12 @@ using Buffers = std::vector<std::shared_ptr<mx::array::Data>>;
 
 void add_buffers(Buffers& buffers, const Arrays& arrays) {
   for (const mx::array& array : arrays) {
-    buffers.push_back(array.data_shared_ptr());  // null of what has not run
+    buffers.push_back(array.data_shared_ptr());  // null if it has not run
   }
 }
 
-// Holds buffers until what was given to the CPU stream so far is done, and with them the encoder's temporaries but the
-// first so many, which belong to whoever runs the composition.
+// Holds buffers until all work given to the CPU stream so far is done, and with them the encoder's temporaries but the
+// first `other_temporaries`, which belong to whoever runs the composition.
 void hold_until_done(Buffers buffers, size_t other_temporaries, mx::Stream stream) {
   auto& encoder = mx::cpu::get_command_encoder(stream);
   Arrays& all = encoder.temporaries();
@@ -77,7 +77,7 @@ void run_in_order(Arrays order, Evaluate evaluate, Hold hold, HoldFailed hold_fa
     try {
       evaluate(node, made);
     } catch (...) {
-      // Work under way may still write what no operation will read now.
+      // Work under way may still write buffers that no operation will read now.
       hold_failed(node, made, order);
       throw;
     }
@@ -90,8 +90,8 @@ void run_in_order(Arrays order, Evaluate evaluate, Hold hold, HoldFailed hold_fa
   }
 }
 
-// Keeps what the operations need until it is no longer read, as MLX's evaluation does: memory that only one operation
-// reads is its to write, and is freed after it.
+// Keeps the operations' inputs until their last reader is done, as MLX's evaluation does: memory that only one
+// operation reads is its to write, and is freed after it.
 void run_on_cpu_in_order(Arrays order, const Arrays& results, mx::Stream stream) {
   const size_t other_temporaries = mx::cpu::get_command_encoder(stream).temporaries().size();
   const auto evaluate = [](mx::array& node, Arrays& made) { node.primitive().eval_cpu(node.inputs(), made); };

@@ -1,4 +1,4 @@
-// What mlx_mittens.patch() says of results: exact=True and activations="int8".
+// The settings of mlx_mittens.patch() that change results: exact=True and activations="int8".
 #pragma once
 
 #include <optional>
@@ -9,7 +9,7 @@
 namespace mittens {
 
 struct Numerics {
-  bool exact;  // what is computed of several rows is bit for bit what is computed of each row alone
+  bool exact;  // each of several rows gets bit for bit the result of a call of it alone
   bool int8;  // products with quantized weights on a CPU may round activations to integers of 8 bits
 
   bool operator==(const Numerics&) const = default;

@@ -1,4 +1,4 @@
-// What the plan tables of the families share: rows with a name, of which the first that fits is taken.
+// Shared by the plan tables of the families: rows with a name, from which the first that fits is taken.
 #pragma once
 
 #include <cstddef>

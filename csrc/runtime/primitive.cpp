@@ -73,7 +73,7 @@ Arrays stand_ins(const Arrays& arrays) {
   return all;
 }
 
-// A composition that is deeper than this calls its own op: those that end are one or two deep.
+// A composition that is deeper than this calls its own op: others are one or two deep.
 constexpr int max_composition_depth = 8;
 
 void bind(nanobind::module_& module) {
@@ -253,7 +253,7 @@ std::pair<Arrays, std::vector<int>> KernelPrimitive::vmap(const Arrays& inputs, 
   Arrays outputs;
   if (over_nothing) {
     outputs = outputs_of_nothing(inputs, axes);
-  } else {  // the new axes in front: mx's own vmap is wrong for some axes elsewhere, as that of expand_dims
+  } else {  // the new axes in front: mx's own vmap, as of expand_dims, is wrong for some axes elsewhere
     Arrays moved = inputs;
     std::vector<int> in_front = axes;
     for (size_t i = 0; i < inputs.size(); ++i) {

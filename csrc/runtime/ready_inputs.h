@@ -5,8 +5,8 @@
 
 namespace mittens {
 
-// The inputs where all are ready, else `copies`: what is ready as it is, and the rest row contiguous. is_ready(i): of
-// input i.
+// The inputs where all are ready, else `copies`: ready ones as they are, the rest row contiguous. is_ready(i): of input
+// i.
 template <typename IsReady>
 const Arrays& ready_inputs(const Arrays& inputs, mx::Stream stream, Arrays& copies, const IsReady& is_ready) {
   size_t ready = 0;

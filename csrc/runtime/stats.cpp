@@ -23,7 +23,7 @@ namespace mittens::stats {
 
 namespace {
 
-// What ran, by address: this is on the path of every kernel.
+// A kernel that ran, by address: this is on the path of every kernel.
 struct Run {
   const char* primitive;
   const char* executor;
@@ -45,7 +45,7 @@ using Row = std::tuple<std::string, std::string, std::string, uint64_t>;
 using Counter = std::atomic<uint64_t>;
 
 std::mutex lock;
-// Of these none is ever taken away: threads know where they are, and may outlive what is destroyed at the end.
+// Never erased: threads keep addresses of them, and may outlive static destructors.
 auto& runs = *new std::unordered_map<Run, Counter, RunHash>();
 std::map<Key, uint64_t> to_mx;  // op, reason, nothing
 

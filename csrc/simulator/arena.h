@@ -20,7 +20,7 @@ class Arena {
 
   // Memory for `bytes` bytes in the slot, `offset` bytes past a page's start.
   char* place(size_t slot, size_t bytes, size_t offset = 0);
-  // Gives back what large launches took.
+  // Gives back the memory of large launches.
   void trim();
 
   bool contains(uintptr_t address) const {

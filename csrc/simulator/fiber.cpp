@@ -137,7 +137,7 @@ Context Stacks::prepare(size_t index, void (*entry)()) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   prepared.stack = reinterpret_cast<void*>(begin_ + index * kBytes + page);
   prepared.bytes = kBytes - page;
-  // The last fiber on this stack never returned: what marked its frames is still there.
+  // The last fiber on this stack never returned: its frames are still marked.
   __asan_unpoison_memory_region(prepared.stack, prepared.bytes);
 #elif MITTENS_THREAD_SANITIZER
   if (fibers_[index]) {

@@ -19,7 +19,7 @@
 
 namespace mittens::simulator {
 
-// Where a fiber, or the thread itself, goes on: its stack pointer, and what sanitizers know its stack by.
+// Where a fiber, or the thread itself, goes on: its stack pointer, and the sanitizers' handle of its stack.
 struct Context {
   void* stack_pointer = nullptr;
 #if MITTENS_ADDRESS_SANITIZER

@@ -484,7 +484,7 @@ void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation,
   }
 }
 
-// Ends the operation of some lanes of a simdgroup or a quad; what others brought to theirs is kept.
+// Ends the operation of some lanes of a simdgroup or a quad; the values of other operations are kept.
 void Simulation::exchange_active(Rendezvous& rendezvous, unsigned active) {
   abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
   rendezvous.parity ^= 1;

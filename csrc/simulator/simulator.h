@@ -1,5 +1,5 @@
-// Running a Metal kernel, compiled for the CPU, over a whole grid: every Metal thread is a fiber, and what goes wrong
-// on the way is a Fault. Plain C++: neither MLX nor Python.
+// Running a Metal kernel, compiled for the CPU, over a whole grid: every Metal thread is a fiber, and every error in it
+// a Fault. Plain C++: neither MLX nor Python.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ struct Options {
   bool active_lanes = false;
   bool early_exits = false;  // whether threads that have returned count as arrived at threadgroup barriers
   bool count = false;  // whether accesses are gathered by simdgroup, for device_accesses to bank_conflicts of Counts
-  bool profile = false;  // whether the launch is profiled, for what Counts has from `profiled` on
+  bool profile = false;  // whether the launch is profiled, for the members of Counts from `profiled` on
   bool complete = true;  // whether the watcher demands that every byte of an output is written
   bool flush_subnormals = false;  // whether subnormal float32 are zero, of operands and of results
   bool shuffled_tensors = false;  // whether cooperative tensors have another layout than an M5's
@@ -56,7 +56,7 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What simdgroups did at one line of the source, of one kind.
+// Counts of one kind of work at one line of the source.
 struct LineCounts {
   std::string file;
   unsigned line = 0;
@@ -78,7 +78,7 @@ struct Counts {
   uint64_t bfloat_matrix_operations = 0;  // and of bfloat; the rest is computed in float
   uint64_t tensor_operations = 0;  // products of cooperative tensors, of a simdgroup
   uint64_t tensor_multiplies = 0;  // multiplies and adds of tensor_operations
-  uint64_t byte_tensor_multiplies = 0;  // of tensor_multiplies those of 8-bit operands
+  uint64_t byte_tensor_multiplies = 0;  // the part of tensor_multiplies with 8-bit operands
   uint64_t threadgroup_bytes = 0;  // the most that one threadgroup had
   uint64_t device_bytes_loaded = 0;
   uint64_t params_bytes_loaded = 0;  // of device_bytes_loaded: GPUs keep them at hand
@@ -154,8 +154,8 @@ struct Progress {
 
 Progress progress();
 
-// What launches call every 2^17 branches, on the stack of the thread that runs them: it may throw, which ends the
-// launch.
+// A function that launches call every 2^17 branches, on the stack of the thread that runs them: it may throw, which
+// ends the launch.
 void set_poll(void (*poll)());
 
 }  // namespace mittens::simulator

@@ -359,7 +359,7 @@ Region* Watcher::region_of(uintptr_t address, const Access& access) {
   return &region;
 }
 
-// What lies elsewhere: private memory on the fibers' stacks, constants of the library; anything else is astray.
+// Memory of no region: private memory on the fibers' stacks, constants of the library; anything else is astray.
 Region* Watcher::outside_of_regions(uintptr_t address, const Access& access) {
   const bool known = stacks_.contains(address) || (access.kind == kLoad && library_.contains(address));
   if (!known && library_.has_extent()) {

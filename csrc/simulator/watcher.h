@@ -112,7 +112,7 @@ class Watcher {
       profile_->operation(kind, operation, thread);
     }
   }
-  // After the last threadgroup: what should have been written and was not.
+  // After the last threadgroup: demands that all that should have been written was.
   void finish();
 
   void add(size_t slot, Region region);
@@ -166,7 +166,7 @@ class Watcher {
     std::vector<bool> written;
   };
 
-  // A store over what another thread stored, which is a race unless both are of one value: that shows after the store.
+  // A store over another thread's store, a race unless both have one value: that shows after the store.
   struct Postponed {
     const Region* region;
     size_t offset;

@@ -4,7 +4,7 @@
 //   Stats                                          a few float32
 //   Stats reduce(const Block&)
 //   Stats merge(Stats, Stats)                      of neighbouring blocks
-//   void map(const Block&, Stats row, Stats own)   writes the block's outputs; own: what reduce gave for it
+//   void map(const Block&, Stats row, Stats own)   writes the block's outputs; own: reduce's result for it
 //   rows_together                                  rows that one thread maps in order, from a multiple of this number
 //   bytes                                          read and written for one element
 //   keeps(blocks)                                  whether reduce leaves float32 elements for map in Block::kept

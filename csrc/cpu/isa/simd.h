@@ -1,11 +1,10 @@
 // Vectors of float32 and their operations, for the instruction set this is compiled for.
 //
-// Sources in cpu/isa are compiled once for each instruction set, with MITTENS_ISA naming their namespace. They use
-// no inline function of another namespace, the standard library's included: of the copies of such a function the
-// linker keeps one, which may hold instructions that the machine at hand lacks. Arithmetic, comparison and ?: on
-// vectors are the compiler's own (GCC's and clang's vector extension); only what that cannot say is written for
-// each instruction set. There the masked form with a full mask stands for some unmasked intrinsics, because GCC 12
-// warns of those in its own header.
+// Sources in cpu/isa are compiled once for each instruction set, with MITTENS_ISA naming their namespace. They use no
+// inline function of another namespace, the standard library's included: of the copies of such a function the linker
+// keeps one, which may hold instructions that the machine at hand lacks. Arithmetic, comparison and ?: on vectors are
+// the compiler's own (GCC's and clang's vector extension); the rest is written for each instruction set. There the
+// masked form with a full mask stands for some unmasked intrinsics, because GCC 12 warns of those in its own header.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +41,8 @@ typedef uint16_t Halves __attribute__((vector_size(4 * width)));  // twice as ma
 typedef uint8_t Bytes __attribute__((vector_size(width)));
 typedef int8_t SignedBytes __attribute__((vector_size(width)));
 
-// What loads give and stores take: two registers, since one of bfloat16 widens to two without crossing lanes if
-// the even elements go to a and the odd ones to b. The other types have their first half in a. So which element is
+// The result of loads and operand of stores: two registers, since one of bfloat16 widens to two without crossing lanes
+// if the even elements go to a and the odd ones to b. The other types have their first half in a. So which element is
 // where depends on the type alone, and arrays of one type can be combined element by element.
 struct Floats {
   Float a, b;
@@ -135,7 +134,7 @@ MITTENS_INLINE void write_through(void* p, Raw raw) {
 #endif
 }
 
-// Makes what write_through wrote visible to other threads before anything written later.
+// Makes stores of write_through visible to other threads before any later store.
 MITTENS_INLINE void publish() {
 #if defined(__x86_64__)
   _mm_sfence();

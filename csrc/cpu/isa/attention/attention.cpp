@@ -103,7 +103,7 @@ struct Widened {
 };
 
 // Each token by itself, in shares that begin at the same keys in every call: neither the number of tokens nor of
-// threads changes what is computed for it, nor in which order.
+// threads changes its operations or their order.
 template <typename T>
 static void run_token_by_token(const Attention& call) {
   constexpr size_t share_keys = 512;

@@ -153,7 +153,7 @@ class Head {
     return static_cast<const T*>(call.q.data) + offset(call.q, row);
   }
 
-  // Of a row among those of the call, [batch, heads, queries].
+  // Of a row among all rows of the call, [batch, heads, queries].
   size_t index(size_t row) const {
     return (batch_ * call.heads + head(row)) * call.queries + token(row);
   }
@@ -202,7 +202,7 @@ class Head {
     return widen_bytes(bytes) == 0 ? Float{} - infinity : Float{};
   }
 
-  // A score with what mask() gave.
+  // A score with the result of mask().
   MITTENS_INLINE Float masked(Float score, Float mask) const {
     if (call.mask.kind == MaskKind::additive) {
       return mask == -infinity ? mask : score + mask;  // a hidden score may be NaN

@@ -1,4 +1,4 @@
-// What blocks of keys leave of a row, in float32, where several threads share its keys.
+// The partial results of a row from blocks of keys, in float32, where several threads share its keys.
 #pragma once
 
 #include "cpu/isa/attention/attention_head.h"

@@ -15,7 +15,7 @@ MITTENS_INLINE void unrolled(const Body& body) {
   [&]<size_t... i>(std::index_sequence<i...>) MITTENS_INLINED { (body(i), ...); }(std::make_index_sequence<n>());
 }
 
-// Calls body(i, n) for pieces of n and what remains in halves of it, n as a constant.
+// Calls body(i, n) for pieces of n and for the rest in halves of it, n as a constant.
 template <size_t n, typename Body>
 MITTENS_INLINE void in_pieces(size_t begin, size_t end, const Body& body) {
   size_t i = begin;

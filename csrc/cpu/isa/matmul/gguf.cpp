@@ -46,7 +46,7 @@ MITTENS_INLINE void store_scale(uint8_t* block, float d) {
   __builtin_memcpy(block, &bits, 2);
 }
 
-constexpr int32_t smallest_nan = 0x7f800001;  // as bits, which are larger than those of any number
+constexpr int32_t smallest_nan = 0x7f800001;  // as bits, larger than any number's
 
 // The weight of the largest magnitude, the first of equals; if one is NaN, the first that is.
 MITTENS_INLINE float furthest(const Float (&w)[vectors]) {

@@ -1,4 +1,4 @@
-// Calls of products with integer multiplications, by what multiplies a block of outputs:
+// Calls of products with integer multiplications, by a class that multiplies a block of outputs:
 //   Products(source, columns)
 //   X                        a row of x as integers: size(source, columns), fill(source, x, columns, y)
 //   memory(source, columns)  floats that products() needs

@@ -2,7 +2,7 @@
 //   largest                  the greatest integer
 //   of_word<Source>          words of weights in a packed word; word k has the columns k, k + of_word, ..
 //   parts                    words of x for a word of weights
-//   part<p>(integers)        what part p has of each integer, in the lowest bits
+//   part<p>(integers)        part p of each integer, in the lowest bits
 //   bits                     of an integer in a word of x
 //   exists<bits>             whether this instruction set multiplies them by weights of some bits
 //   weights<k, Source>(raw)  the weights of word k, plus middle<Source>
@@ -52,7 +52,7 @@ MITTENS_INLINE Words byte_weights(Words raw) {
   return signed_bytes && Source::middle == 128 ? w ^ 0x80808080 : w;
 }
 
-// What forms of 16 bits share.
+// Shared by forms of 16 bits.
 struct SixteenBits {
   template <int>
   static constexpr bool exists = true;

@@ -1,4 +1,4 @@
-// What products by rows and by columns of the weights share: activations in float32, and the way back to the type.
+// Shared by products by rows and by columns of the weights: activations in float32, and the way back to the type.
 #pragma once
 
 #include <limits>
@@ -120,8 +120,8 @@ MITTENS_INLINE void gate_row(T* y, const float* gates, const float* ups, const A
   });
 }
 
-// The arguments of products with weights, and what becomes of their sums. Whatever goes along the weights is compiled
-// without the element type, which is known here alone.
+// The arguments of products with weights, and the use of their sums. Loops over the weights are compiled without the
+// element type, which is known here alone.
 struct ProductCall {
   Type type;
   const Activation* activation;  // of pairs of products, or nullptr
@@ -134,7 +134,7 @@ struct ProductCall {
   size_t outputs;
   bool exact;  // sums of up to most_exact_rows do not depend on how many there are
 
-  // Calls f(p), p a pointer to a row's elements. Those of dense weights are of the weights' type.
+  // Calls f(p), p a pointer to a row's elements. Rows of dense weights are of the weights' type.
   template <typename Source, typename F>
   MITTENS_INLINE void with_x(size_t row, const F& f) const {
     auto use = [&](auto t) MITTENS_INLINED { f(static_cast<const decltype(t)*>(x) + row * columns); };
@@ -286,8 +286,8 @@ MITTENS_INLINE void write_some_totals(float* y, const Float (&v)[n], size_t size
   }
 }
 
-// Prefetches the rows behind some that are read side by side, in the order of memory: what prefetches in hardware
-// follows that order too, and not steps from row to row.
+// Prefetches the rows behind some that are read side by side, in the order of memory: hardware prefetchers follow that
+// order too, not steps from row to row.
 template <typename Source>
 class Ahead {
  public:

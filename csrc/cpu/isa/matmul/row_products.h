@@ -274,7 +274,7 @@ class RowProducts {
   size_t chain_;
 };
 
-// Not inline, so that what several files use is compiled in one (unpacked.h).
+// Not inline, so that only one file compiles products that several use (unpacked.h).
 template <typename Source>
 template <bool sums_apart>
 void RowProducts<Source>::direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,

@@ -15,7 +15,7 @@ struct Unpacked : Dense<float> {
   explicit Unpacked(const PackedRows& from) : Dense<float>{}, from(from) {}
   Unpacked(const QuantizedWeights& w, Type type) : Unpacked(packed_rows(w, type)) {}
 
-  // The weights, then what they are unpacked to.
+  // The packed weights, then the unpacked ones.
   size_t memory(size_t size) const {
     return rounded_up(size, unit) + ceil_divide(size, 4) + 2 * (size >> from.group_bits);
   }
@@ -23,7 +23,7 @@ struct Unpacked : Dense<float> {
     return static_cast<size_t>(static_cast<double>(columns) * from.row_bytes);
   }
   size_t stride_bytes() const {
-    return 0;  // what comes next is not in memory yet
+    return 0;  // the next weights are not in memory yet
   }
   Row row(size_t n, size_t begin, size_t size, float* memory) const {
     uint8_t* bytes = reinterpret_cast<uint8_t*>(memory + rounded_up(size, unit));

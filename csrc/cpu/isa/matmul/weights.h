@@ -140,8 +140,8 @@ struct ScalesOfWords {
   }
 };
 
-// What rows of packed words have in common: vector v of a step has the value v of each of width words. A row has them
-// as `words`, and the scales of its groups as `scales`.
+// Shared by rows of packed words: vector v of a step has the value v of each of width words. A row has them as `words`,
+// and the scales of its groups as `scales`.
 template <int bits, int least_group>
 struct PackedWords {
   const uint32_t* words;

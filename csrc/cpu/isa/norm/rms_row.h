@@ -1,5 +1,4 @@
-// y = round(x / sqrt(mean(x^2) + eps)) * (weight + weight_offset), row by row, from what a source gives for x to what a
-// sink makes of y.
+// y = round(x / sqrt(mean(x^2) + eps)) * (weight + weight_offset), row by row: a source gives x, a sink takes y.
 #pragma once
 
 #include "cpu/isa/rows.h"

@@ -41,8 +41,8 @@ struct Step {
   }
 };
 
-// Advances R rows [R, stride] by a step. `update` gets the factor of k for each row, `predicted` what the
-// state had for k, and `y` the result where there is to be one.
+// Advances R rows [R, stride] by a step. `update` gets the factor of k for each row, `predicted` the state's value for
+// k, and `y` the result if it is asked for.
 template <int R>
 MITTENS_INLINE void advance(float* s, size_t stride, const Step& step, const float* v, float* predicted, float* update,
                             float* y) {

@@ -207,7 +207,7 @@ class KeyHead {
     values_at<R>((const T*)inputs_.v, t, head, row, values);
     values_at<R>(dy_, t, head, row, dy);
 
-    Float of_update[R] = {};  // the gradient of what k is multiplied by
+    Float of_update[R] = {};  // the gradient of k's factor
     for (size_t i = 0; i < stride_; i += width) {
       const Float k = read<Float>(step.k + i, All()), q = read<Float>(step.q + i, All()), gate = step.gate_at(i);
       Float dq = read<Float>(dq_ + t * stride_ + i, All());

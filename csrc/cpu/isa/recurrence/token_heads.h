@@ -1,4 +1,4 @@
-// A token of the heads of a layer: what each needs of memory, its rows of the state, and all heads side by side.
+// A token of the heads of a layer: each head's memory and rows of the state, and all heads side by side.
 #pragma once
 
 #include "cpu/isa/recurrence/over_steps.h"
@@ -56,7 +56,7 @@ MITTENS_INLINE void advance_head(const float* before, float* after, size_t rows,
   }
 }
 
-// Calls of_head(sequence, head, memory) for each head, with so many numbers of memory.
+// Calls of_head(sequence, head, memory) for each head, with memory of its own.
 template <typename OfHead>
 void each_head(size_t batch, size_t heads, size_t work, size_t numbers, const OfHead& of_head) {
   const size_t grain = work == 0 ? 1 : ceil_divide(work_of_piece, work);
