@@ -19,7 +19,7 @@ namespace mittens {
 
 enum class Share { keys, rows };
 
-// Simdgroups of a threadgroup, for heads of so many elements.
+// Simdgroups of a threadgroup, by the heads' width.
 template <Share share>
 constexpr int attention_simdgroups(int width) {
   return share == Share::keys ? kDecodeSimdgroups : attention_prompt_simdgroups(width);
@@ -100,7 +100,7 @@ inline void stage_queries(
   }
 }
 
-// Other simdgroups' sums over the same rows, one after the other, become those of the last one.
+// Adds the simdgroups' sums over the same rows, one after the other, into the last one's.
 template <typename T, int N>
 inline void merge_simdgroups(
     thread Tile<float, N, 1>& sums, thread OnlineSoftmax<T>& softmax, threadgroup float2* scratch,
@@ -131,7 +131,7 @@ inline void merge_simdgroups(
   }
 }
 
-// y = O / l, or where other threadgroups have keys of the same rows, what attention_combine.metal puts together.
+// y = O / l, or where other threadgroups have keys of the same rows, a part for attention_combine.metal.
 template <int E, typename T, int N>
 inline void write_rows(
     thread const Tile<float, N, 1>& sums, OnlineSoftmax<T> softmax, device T* y, device float* logsumexp,
@@ -222,7 +222,7 @@ inline void attention(
     }
     softmax.update(scores, sums);
     const Tile<Operand, C, 1> weights = converted<Operand>(scores);
-    // A weight of 0 hides no infinite value: those of hidden keys are left out where not all are finite.
+    // A weight of 0 times infinity is NaN: where values are not all finite, hidden keys are left out.
     if (all_seen) {
       multiply_transposed<false>(sums, values, key, limits.end(params), weights, place.lane);
     } else if (!simd_all(multiply_transposed<true>(sums, values, key, limits.end(params), weights, place.lane))) {

@@ -1,4 +1,4 @@
-// What the kernels of attention_backward.metal share: products of rows that are fetched fragment by fragment, and the
+// Shared by the kernels of attention_backward.metal: products of rows that are fetched fragment by fragment, and the
 // weights p and their gradients ds of a block of scores, computed again from the logsumexp of each row.
 //
 // Scores are in units of log2(e) for half types, whose weights are then powers of two.
@@ -159,7 +159,7 @@ inline uint place_of(int n, uint lane) {
   return across ? n / 2 * 8 + tile_column(lane) + n % 2 : n * 8 + tile_row(lane);
 }
 
-// What a mask of elements M does to scores: one of bools hides, another is added and hides by -inf. keys_first: the
+// Applies a mask of elements M to scores: one of bools hides, another is added and hides by -inf. keys_first: the
 // tile's rows are keys.
 template <typename T, typename M, bool keys_first, int R, int C>
 inline void apply_mask(

@@ -6,7 +6,7 @@
 // q, dq, y, dy [batch, heads, rows, D]; k, dk, v, dv [batch, key_heads, columns, D]. Scores and weights are never all
 // there: each kernel computes them again, block by block.
 //
-//   statistics a simdgroup takes a row, of which it leaves logsumexp and delta
+//   statistics a simdgroup takes a row, and writes its logsumexp and delta
 //   finite     a simdgroup copies a row
 //   dq         a simdgroup takes 8 rows along the keys that they see
 //   dkv        a simdgroup takes 8 keys along the rows that see them, of one head of their group after the other;
@@ -14,13 +14,14 @@
 //   dmask      a simdgroup takes 8 rows and 32 keys of the mask along all that it is broadcast to
 //   dsinks     a threadgroup takes a head
 //
-// A kernel copies its parameters before its first branch: Apple GPUs then keep them in registers that all threads share.
+// A kernel copies its parameters before its first branch: Apple GPUs then keep them in registers that all threads
+// share.
 //
 // Nothing is staged and nobody waits; a sum belongs to one simdgroup, so that its order is always the same. Heads of
-// other widths than 64, 128 and 256 come padded with zeros. What float16 cannot hold, ds, stays in float32.
+// other widths than 64, 128 and 256 come padded with zeros. ds, which may overflow float16, stays in float32.
 //
-// Hidden weights are exactly 0. Where some may be, sums are of copies of keys and queries with 0 for what is not
-// finite: a row that sees such a key has NaN of its score.
+// Hidden weights are exactly 0. Where some may be hidden, sums are of copies of keys and queries with 0 in place of
+// infinity and NaN: a row that sees such a key gets NaN from its score.
 #include <metal_stdlib>
 
 #include "attention/attention_backward.h"

@@ -1,5 +1,5 @@
-// Which keys the rows of queries see, and what a mask adds to their scores. A hidden key has a score of -inf, whatever it
-// holds.
+// Which keys the rows of queries see, and the mask added to their scores. A hidden key has a score of -inf, even if it
+// is NaN.
 #pragma once
 
 #include "mittens/online_softmax.h"
@@ -20,8 +20,8 @@ struct AttentionPlace {
   uint simdgroups;
 };
 
-// A row of queries: what it sees by causality and a window, where its mask is, and where its result is among the rows of
-// y. They lie in threadgroup memory, as registers are needed for other things.
+// A row of queries: its keys by causality and a window, where its mask is, and its result's place among the rows of y.
+// They lie in threadgroup memory, as registers are needed for other things.
 struct AttentionRow {
   uint begin;
   uint end;
@@ -31,7 +31,7 @@ struct AttentionRow {
 
 constant constexpr uint no_row = 0xffffffffu;
 
-// What a simdgroup has to look at: all that one of its rows may see, and therein what all of them see.
+// The keys of a simdgroup: all that one of its rows may see, and therein the keys that all rows see.
 struct KeyRange {
   uint begin;
   uint end;
@@ -104,19 +104,19 @@ inline KeyRange find_rows(
   return range;
 }
 
-// The maximum of a row, that of keys which all have a score of -inf told from that of no key. Of an array's mask, no such
-// key counts as seen.
+// The maximum of a row; one of keys that all score -inf differs from that of no key. A key that an array's mask hides
+// by -inf does not count as seen.
 inline float seen_maximum(float m, threadgroup const AttentionRow& row, constant AttentionParams& params) {
   return m == -INFINITY && params.mask_kind == no_mask && row.begin < row.end ? lowest_score : m;
 }
 
-// A lane's scores as bits: those of its two rows for each 8 keys.
+// A lane's scores as bits: its two rows for each 8 keys.
 template <int C>
 constexpr uint all_hidden() {
   return (1u << 2 * C) - 1;
 }
 
-// Which of a tile's scores are hidden, as bits. A mask is not read beyond what a row sees otherwise.
+// Which of a tile's scores are hidden, as bits. A mask is not read beyond the keys that a row sees otherwise.
 template <int C, typename T>
 inline uint hidden_keys(
     uint first, threadgroup const AttentionRow* rows, const device T* mask, constant AttentionParams& params, uint lane) {
@@ -159,7 +159,7 @@ inline void mask_scores(
   }
 }
 
-// Before any key: a row's sink, if it has one, of which one simdgroup of all takes care.
+// Before any key: a row's sink, if it has one, in one of all simdgroups.
 template <typename T>
 inline OnlineSoftmax<T> first_state(
     const device T* sinks, AttentionPlace place, constant AttentionParams& params, uint worker) {

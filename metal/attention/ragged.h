@@ -5,7 +5,7 @@
 
 namespace mittens {
 
-// Starts [batch] or [batch, queries], ends [batch]. What lies outside of the keys makes NaN of its rows, and reads nothing.
+// Starts [batch] or [batch, queries], ends [batch]. Rows with a range outside of the keys are NaN, and nothing is read.
 struct RowKeys {
   const device int* starts;  // of the row
   uint keys;
@@ -23,8 +23,8 @@ struct RowKeys {
     return is_sound && (!has_starts || is_key(starts[query * start_query]));
   }
 
-  // Keys that some query sees by a window, in whole steps, are what threadgroups share. Shares of a fixed size, which exact
-  // calls have, begin at the row's first key: its sums are then in the order of a batch of this row alone.
+  // Threadgroups share the keys that some query's window has, in whole steps. Shares of a fixed size, which exact calls
+  // have, begin at the row's first key: its sums are then in the order of a batch of this row alone.
   KeyShare share(AttentionPlace place, constant AttentionParams& params, uint step) const {
     uint first = begin;
     uint size = params.keys_per_split;

@@ -8,7 +8,7 @@
 //   q     = min(round((v - bias) / scale), levels)
 //
 // round takes halves away from zero. Integer i of a group stands at bits [i * bits, (i + 1) * bits) of its words.
-// These are the steps of MLX's kernels for GPUs, each of which rounds to float32: the words are the same.
+// These are the steps of MLX's kernels for GPUs, each rounded to float32: the words are the same.
 //
 // A simdgroup takes 64 columns of a head of queries, or a group of a head of keys or values: a lane has its neighbours,
 // and then a word of the group.
@@ -23,7 +23,7 @@ using namespace mittens;
 
 constant constexpr uint most_values = 4;  // of a group of 128 in a lane
 
-// The integers of a group, and what they stand for.
+// The integers of a group, with scale and bias.
 struct Packed {
   uint word;  // the lane's, of as many as there are
   float scale;

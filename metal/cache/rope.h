@@ -1,4 +1,4 @@
-// Rotary embedding of a head, with a norm before it: what the appends to a cache share.
+// Rotary embedding of a head, with a norm before it: shared by the appends to a cache.
 #pragma once
 
 #include <metal_stdlib>
@@ -69,7 +69,7 @@ inline Pair pair_at(uint pair, constant RopeAppendParams& params) {
   return {low, params.traditional ? low + 1 : params.pairs + low};
 }
 
-// The columns of a head that a lane turns, from params.begin on: a pair, and what is not rotated.
+// The columns of a head that a lane turns, from params.begin on: a pair, and the columns that are not rotated.
 template <typename T, bool Normed>
 inline void rotate_part(
     Head<T, Normed> head, const device float* freqs, device T* target, constant RopeAppendParams& params, int at,

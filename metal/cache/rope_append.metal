@@ -1,18 +1,20 @@
-// What a decoder layer does with new tokens before attention: rotary embedding of queries and keys, and keys and values
-// into the cache. For token t at position m = scale * (offset + t), head by head, and i < pairs:
+// The steps of a decoder layer between projections and attention: rotary embedding of queries and keys, and keys and
+// values into the cache. For token t at position m = scale * (offset + t), head by head, and i < pairs:
 //
 //   y[i]         = x[i] * cos(m * f[i]) - x[pairs + i] * sin(m * f[i])
 //   y[pairs + i] = x[i] * sin(m * f[i]) + x[pairs + i] * cos(m * f[i]),   f[i] = base^(-i / pairs) or 1 / freqs[i]
 //
-// Traditional pairs are the neighbours x[2 * i] and x[2 * i + 1] instead. A batch may have an offset for each of its rows.
+// Traditional pairs are the neighbours x[2 * i] and x[2 * i + 1] instead. A batch may have an offset for each of its
+// rows.
 //
 // Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * (weight + offset)) of its
 // head, as rms_norm has it. Values may have a norm of their own, T(T(v * n) * weight) times a scale, and another width:
 // the latents of a layer whose heads share them. Queries may be multiplied by a scale after they are turned. Columns of
-// queries and keys before params.begin are copied. Where it is above 0, all heads of keys share the columns from there on.
+// queries and keys before params.begin are copied. Where it is above 0, all heads of keys share the columns from there
+// on.
 //
-// A simdgroup takes 64 columns of a head of a token, so that a lane has at most one pair: rows are short and few, and what
-// counts is that there is one launch, and how long its longest chain is.
+// A simdgroup takes 64 columns of a head of a token, so that a lane has at most one pair: rows are short and few, so
+// time goes by the number of launches and the longest chain of operations.
 #include <metal_stdlib>
 
 #include "cache/rope.h"

@@ -7,7 +7,7 @@
 // so that each weight is read once whatever M is; others, in the threadgroup's second dimension, do so for the next R
 // rows. columns: a lane owns W outputs, and rows of weights are dealt to the lanes and simdgroups left over. W is 16
 // bytes where everything is aligned so, else 1. Where outputs are few, several threadgroups share the columns of x;
-// matmul/splitk_reduce.metal then adds up what they leave, always in the same order. On NVIDIA GPUs
+// matmul/splitk_reduce.metal then adds up their sums, always in the same order. On NVIDIA GPUs
 // matmul/nvidia/gemv_short.metal has one row of x with short rows of weights.
 #include <metal_stdlib>
 
@@ -21,10 +21,10 @@
 using namespace metal;
 using namespace mittens;
 
-// The limits on threads below are also what compilers allot registers by: all let the 256 of a launch through, and
-// none makes a variant spill.
+// Compilers also allot registers by the limits on threads below: all let the 256 of a launch through, and none makes a
+// variant spill.
 
-// What a lane loads of R rows.
+// A lane's loads of R rows.
 template <int R>
 struct RowBits {
   uint4 row[R];

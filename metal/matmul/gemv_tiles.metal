@@ -3,9 +3,9 @@
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
 //
-// A matrix of weights is 8 outputs by 8 columns, one of x 8 columns by 8 rows. The simdgroups of a threadgroup share out
-// the columns of x for N blocks of 8 outputs, so that each weight is read once; where outputs are few, several
-// threadgroups do, and matmul/splitk_reduce.metal adds up what they leave.
+// A matrix of weights is 8 outputs by 8 columns, one of x 8 columns by 8 rows. The simdgroups of a threadgroup share
+// out the columns of x for N blocks of 8 outputs, so that each weight is read once; where outputs are few, several
+// threadgroups do, and matmul/splitk_reduce.metal adds up their sums.
 //
 // A load takes four rows of weights, 128 bytes each, the halves of a row by the four lanes of a row of matrices each.
 // Two such loads give each lane one half of two rows; neighbouring rows of lanes then swap one for the other, so that
@@ -18,7 +18,7 @@
 // the same ones at a time, the same took 30.1 us instead of 29.3.
 //
 // Rows of both start on 16 bytes, and a threadgroup's outputs are all there: the last one begins where that is so, and
-// does again what the one before it does. matmul/gemv.metal takes what does not fit.
+// repeats outputs of the one before it. matmul/gemv.metal takes all other shapes.
 #include <metal_stdlib>
 
 #include "matmul/splitk.h"
@@ -33,13 +33,13 @@ using namespace mittens;
 
 constant constexpr int tile = 8;
 
-// Matrices of 8 columns in a half run: what the loads of four lanes fill.
+// Matrices of 8 columns in a half run, which the loads of four lanes fill.
 template <typename T>
 constexpr int depth() {
   return pack_size<T>() / 2;
 }
 
-// Columns of a run: what a load takes of a row.
+// Columns of a run: a load of a row.
 template <typename T>
 constexpr int run() {
   return kGemvRunBytes / sizeof(T);
@@ -50,7 +50,7 @@ inline uint output_of(uint row) {
   return row % 2 * 4 + row / 2;
 }
 
-// What a lane loads of a run of a block's weights: a half run of two outputs, and then both of one.
+// A lane's loads of a run of a block's weights: a half run of two outputs, and then both of one.
 template <typename T>
 struct LaneWeights {
   typename Dense<T>::Run halves[2];
@@ -89,7 +89,7 @@ inline void swap_halves(thread LaneWeights<T>& weights, bool odd) {
   second = odd ? second : other;
 }
 
-// Rows that are not there stand for the last one: nobody asks for what comes of them.
+// Rows past the last repeat it: nobody reads their results.
 template <bool whole, typename T, int MB, int H>
 inline void load_rows(
     const device T* x, uint rows, uint columns, int left, uint lane, thread LaneRows<T, MB> (&to)[H]) {
@@ -115,7 +115,7 @@ inline void load_rows(
   }
 }
 
-// sums += w x over U runs from column `begin` on, or what is there of them.
+// sums += w x over U runs from column `begin` on, or as many as there are.
 template <bool whole, int U, typename T, int N, int MB>
 inline void add_runs(
     const device T* x, const device T* w, uint stride, uint begin, uint end, uint rows, uint columns, uint lane,

@@ -3,7 +3,7 @@
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
 //
 // matmul/rows.h says how: a simdgroup has kRowOutputs outputs. Simdgroups of a threadgroup's first dimension share the
-// columns, those of its second have outputs of their own.
+// columns; along its second they have outputs of their own.
 #include <metal_stdlib>
 
 #include "matmul/rows.h"

@@ -5,7 +5,7 @@
 // q8_0: d = max |w| / 127, q = w / d rounded to nearest, halves away from zero.
 // Every step rounds as in the gguf package, so that the bytes are the same. A NaN makes d NaN, as there, and with it
 // the block. Where w / d is no finite number, q is 0: the package's conversion is undefined there. (GPUs that take
-// subnormal numbers for zero do so with d, of which a half keeps nothing.)
+// subnormal numbers for zero may round d to 0, as its half would be.)
 #include <metal_stdlib>
 
 #include "matmul/rows.h"
@@ -32,7 +32,7 @@ inline bool is_number(float v) {
   return abs(v) < INFINITY;
 }
 
-constant constexpr uint smallest_nan = 0x7f800001;  // as bits, which are larger than those of any number
+constant constexpr uint smallest_nan = 0x7f800001;  // as bits, larger than any number's
 
 // The bits of a magnitude, and of the largest in the block.
 inline uint magnitude_bits(float v) {

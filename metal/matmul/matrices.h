@@ -23,7 +23,7 @@ struct DequantizedRun {
   float scale[Values::levels];
   float bias[Values::levels];
 
-  // What q has of a weight that is nothing but the bias.
+  // q of a weight that is nothing but the bias.
   static constexpr float origin(int level) {
     return Source::has_bias ? Values::base : origin_of<Values>(level);
   }
@@ -148,7 +148,7 @@ inline void multiply_transposed(
   }
 }
 
-// The rows of x of a block of 8: past the last block it is the last row alone, of which nothing is written.
+// The rows of x of a block of 8: past the last block only the last row, and nothing of it is written.
 template <typename T>
 inline RowsOfX<T> rows_of_block(const device T* x, uint rows, uint columns, uint first_row) {
   const uint start = min(first_row, rows - 1);
@@ -158,8 +158,8 @@ inline RowsOfX<T> rows_of_block(const device T* x, uint rows, uint columns, uint
 // Sums that the simdgroups of a threadgroup leave, for kMatrixOutputs outputs in all.
 using MatrixPartials = TilePartials<kMatrixOutputs / 8, kMatrixRows / 8>;
 
-// Writes what 8 rows of x from first_row on give with kMatrixOutputs / N outputs from first_output on. x, y: from the
-// first row on, of y that is rows_before of all. width: threads that share the rows.
+// Writes the products of 8 rows of x from first_row on with kMatrixOutputs / N outputs from first_output on. x, y: from
+// the first row on, which is row rows_before of all of y. width: threads that share the rows.
 template <typename T, typename Source, int N>
 inline void multiply_by_matrices(
     const device T* x, thread const Source (&w)[N], const device T* bias, device T* y, size_t rows_before,
@@ -173,7 +173,7 @@ inline void multiply_by_matrices(
   uint lane_outputs[R];
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    lane_outputs[r] = min(r * 8 + tile_row(at.lane), outputs - 1);  // the last one for those that are not there
+    lane_outputs[r] = min(r * 8 + tile_row(at.lane), outputs - 1);  // absent ones repeat the last
   }
   Source own[N];
 #pragma unroll

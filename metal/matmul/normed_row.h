@@ -25,7 +25,7 @@ struct NormedRow {
   }
 };
 
-// What the product before has for the row.
+// The row's sums of squares, from the product before.
 template <typename T>
 struct SummedRow {
   const device T* residual;

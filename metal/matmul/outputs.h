@@ -22,8 +22,8 @@ inline uint workers_of(OutputLanes at) {
   return kOutputSimdgroups * (32 / at.lanes);
 }
 
-// Adds up what the workers have for their W outputs; thread i of the first lanes * W (at most 256) gets output i of
-// the threadgroup, the others 0. scratch [kOutputSimdgroups * 32 * W] may serve again after another barrier.
+// Adds up the workers' sums of their W outputs; thread i of the first lanes * W (at most 256) gets output i of the
+// threadgroup, the others 0. scratch [kOutputSimdgroups * 32 * W] may serve again after another barrier.
 template <int W>
 inline float outputs_sum(thread float (&v)[W], OutputLanes at, threadgroup float* scratch) {
   for (uint mask = 16; mask >= at.lanes; mask /= 2) {
@@ -50,8 +50,8 @@ inline float outputs_sum(thread float (&v)[W], OutputLanes at, threadgroup float
   return sum;
 }
 
-// Writes the sums of M rows, of which so many are there, from row first_row of y on. group: number of the threadgroup
-// along the outputs. scratch: as of outputs_sum.
+// Writes the sums of M rows, as far as y has them, from row first_row of y on. group: number of the threadgroup along
+// the outputs. scratch: as of outputs_sum.
 template <int W, int M, typename T>
 inline void store_outputs(
     thread float (&totals)[M][W], OutputLanes at, uint group, uint outputs, uint rows, size_t first_row,

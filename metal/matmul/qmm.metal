@@ -3,7 +3,7 @@
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
 // in modes but affine without biases. matmul/matrices.h says how. Simdgroups of a threadgroup's first dimension share
-// the columns, those of its second have 8 rows of x each and read the same weights at the same time.
+// the columns; along its second each has 8 rows of x, and reads the same weights at the same time.
 #include <metal_stdlib>
 
 #include "matmul/matrices.h"

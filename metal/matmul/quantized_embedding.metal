@@ -15,7 +15,7 @@
 using namespace metal;
 using namespace mittens;
 
-// Weights of one format: where rows lie, and what a run of columns holds.
+// Weights of one format: where rows lie, and the values of a run of columns.
 template <typename T, int bits>
 struct Integral {
   using Rows = Affine<T, bits, bits == 1 ? 32 : bits == 4 || bits == 8 ? 8 : 16>;

@@ -65,7 +65,7 @@ template <typename T, QuantizedFormat F>
   multiply_rows<2, R, 1>(row, matrices, at, totals);
   const float sum = sum_of_sharers(totals, at, partials);
   float sums[2] = {normed_sum(sum, norm_of_row(squares, weights.columns, params.norm, lane), row, lane)};
-  sums[1] = simd_shuffle_xor(sums[0], ushort(16));  // the upper half of the lanes has those of up
+  sums[1] = simd_shuffle_xor(sums[0], ushort(16));  // the upper half of the lanes has up's
   const uint output = outputs.first + lane / (16 / R);
   if (writes<C>(at, outputs, output) && lane < 16) {
     const device T* no_bias = nullptr;

@@ -4,8 +4,8 @@
 //   y[m, n] = sum_k x[m, k] * w[k, n] + b[n],   w[k, n] = scales[k, n / group] * q[k, n] + biases[k, n / group]
 //
 // in modes but affine without biases. matmul/matrices.h says how. A simdgroup has 64 outputs of 8 rows of x. Simdgroups
-// of a threadgroup's first dimension share the rows of weights, those of its second have outputs of their own; and so do
-// threadgroups, which then leave partial sums for matmul/splitk_reduce.metal.
+// of a threadgroup's first dimension share the rows of weights; along its second they have outputs of their own.
+// Threadgroups may share the rows too, and then leave partial sums for matmul/splitk_reduce.metal.
 #include <metal_stdlib>
 
 #include "matmul/matrices.h"

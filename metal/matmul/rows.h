@@ -1,9 +1,9 @@
 // The schedule of products of M rows of x with rows of weights:  sum_k x[m, k] * w[n, k].
 //
 // A simdgroup has R outputs of each of N sources. Its lanes share out the columns, a run of neighbours each at a time,
-// and so do several simdgroups of a threadgroup where there are few outputs. A lane keeps its sums in registers until it
-// is through with its columns; lanes beyond the last column stop early. Then a simdgroup adds up what its lanes have, and
-// the threadgroup what its simdgroups have.
+// and so do several simdgroups of a threadgroup where there are few outputs. A lane keeps its sums in registers until
+// it is through with its columns; lanes beyond the last column stop early. Then a simdgroup adds up its lanes' sums,
+// and the threadgroup its simdgroups'.
 //
 // A source says where rows of weights lie (mittens/source):
 //   Run load(row, more, column)  Values::size columns of row + more from `column` on, a multiple. All lanes have the same
@@ -11,11 +11,11 @@
 //   at(row, alone)          the same rows from another one on
 //   scale(run), bias(run)   w[i] = scale * v[i] + bias; has_bias: whether there is one
 //   fits_half               whether halves have the range of scales and weights
-// and its Values what a run holds:
+// and its Values, the weights of a run:
 //   unpack(run.words, q)    q[i] = base + factor(level(i)) * v[i] as halves
 //   levels                  0 .. levels - 1
 //   middle                  the v that stands for zero, or about so in sources that have a bias
-//   headroom                what sums of x are taken times: 1, or so little that with it and `factor` no sum overflows
+//   headroom                factor of sums of x: 1, or small enough that with it and `factor` no sum overflows
 #pragma once
 
 #include <metal_stdlib>
@@ -49,19 +49,19 @@ struct RowsOfX {
   uint rows;
   uint first = 0;     // where they begin
 
-  // Where elements of row m are, from where those of the row before are: an offset of each row would take a register.
+  // The offset of row m from that of the row before: an offset of each row would take a register.
   uint offset(int m, uint column, uint before) const {
     return m == 0 ? first + column : min(before + columns, first + column + (rows - 1) * columns);
   }
 };
 
-// What q has of the middle.
+// q of the middle.
 template <typename Values>
 constexpr float origin_of(int level) {
   return Values::base + Values::factor(level) * Values::middle;
 }
 
-// A lane's columns of a row of x; their sum, and what sums of products of a level start from.
+// A lane's columns of a row of x; their sum, and the start of sums of products of a level.
 template <typename Activation, typename Values>
 struct RunOfX {
   Activation x[Values::size];
@@ -114,7 +114,7 @@ inline void load_x(const device Element* from, thread RunOfX<typename Activation
   }
 }
 
-// Weight i of a run, of which q is unpacked: a multiply-add, so that it is rounded once.
+// Weight i of a run, from its unpacked q: a multiply-add, so that it is rounded once.
 template <typename Source>
 inline float weight_of(typename Source::Run run, half q, int i) {
   using Values = typename Source::Values;
@@ -158,7 +158,7 @@ inline void add_weights(
   }
 }
 
-// total += x * w over the columns of a run, of which q is unpacked.
+// total += x * w over the columns of a run, from its unpacked q.
 template <typename Source, typename Activation>
 inline void add_products(
     thread const RunOfX<Activation, typename Source::Values>& x, typename Source::Run run,
@@ -191,8 +191,8 @@ inline void add_products(
   total = fma(scale, sums[0], total);
 }
 
-// The outputs of a simdgroup: R from `first` on, of which those before `own` are another's. Where there are fewer than R
-// outputs in all, it has one.
+// The outputs of a simdgroup: R from `first` on; those before `own` are another's. Where there are fewer than R outputs
+// in all, it has one.
 struct OwnOutputs {
   uint first;
   uint own;
@@ -282,7 +282,7 @@ inline bool writes(Sharing at, OwnOutputs outputs, uint output) {
          (!outputs.alone || output == outputs.first);
 }
 
-// What is written of the sums of N sources: sum + bias of one, gate and up of two, rounded once.
+// The result from the sums of N sources: sum + bias of one, gate and up of two, rounded once.
 template <typename T, int N, typename Params>
 inline T epilogue(thread const float (&sums)[N], const device T* bias, constant Params& params, uint output) {
   if constexpr (N == 2) {
@@ -292,8 +292,8 @@ inline T epilogue(thread const float (&sums)[N], const device T* bias, constant 
   }
 }
 
-// Writes what M rows of x give with the outputs of a simdgroup, which has block number `block` of them. y: from row
-// first_row of which on.
+// Writes the products of M rows of x with the outputs of a simdgroup, which has block number `block` of them. y: from
+// row first_row on.
 template <int M, int R, typename T, typename Source, int N, typename Params>
 inline void multiply_by_rows(
     RowsOfX<T> rows, thread const Source (&w)[N], const device T* bias, device T* y, size_t first_row, uint block,
@@ -309,7 +309,7 @@ inline void multiply_by_rows(
   multiply_rows<N, R, M>(rows, own, at, totals);
   float sums[N] = {sum_of_sharers(totals, at, partials)};
   if constexpr (N == 2) {
-    sums[1] = simd_shuffle_xor(sums[0], ushort(16));  // the upper half of the lanes has those of the second
+    sums[1] = simd_shuffle_xor(sums[0], ushort(16));  // the upper half of the lanes has the second's
   }
   const uint output = outputs.first + at.lane / (32 / N / R);
   const uint m = at.lane / (32 / C) % M;

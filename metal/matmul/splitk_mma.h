@@ -35,8 +35,8 @@ inline void leave_sums(
   }
 }
 
-// What the simdgroups left of output n and row m. Unrolled over as many simdgroups as there can be, so that the loads of
-// all that are there are on their way at once.
+// The sum of all simdgroups for output n and row m. Unrolled over as many simdgroups as there can be, so that the loads
+// of all that are there are on their way at once.
 template <typename Partials>
 inline float left_sum(const threadgroup float* partials, uint n, uint m, uint simdgroups) {
   float sum = 0;

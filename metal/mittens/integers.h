@@ -62,7 +62,7 @@ constexpr float tile_zero() {
   return is_same_v<T, bfloat> && bits == 4 ? -128.0f : float(1 << (bits - 1));
 }
 
-// What makes numbers of the integers in the halves of a word: 1024 of halves, 128 of bfloats.
+// The power of two whose bits make numbers of the integers in the halves of a word: 1024 of halves, 128 of bfloats.
 template <typename T>
 constexpr uint integer_offset(uint two23) {
   const uint both = two23 | (two23 >> 16);
@@ -106,7 +106,7 @@ constexpr int bit_of(int i) {
   return bits == 8 ? 8 * (i % 2) : i < 5 ? 4 * i : 4 * i - 9;
 }
 
-// What 2^23 + integer * 2^bit reads as for the middle integer.
+// 2^23 + integer * 2^bit for the middle integer.
 template <int bits>
 constexpr float middle_of(int i) {
   return float((1 << 23) + (zero_of<bits>() << bit_of<bits>(i)));
@@ -119,7 +119,7 @@ constexpr float remainder_of(int i) {
   return !exact && bit_of<bits>(i) >= 15 ? middle_of<bits>(i) : 0.0f;
 }
 
-// What to multiply an activation by, so that it fits integer i of a word.
+// The factor that makes an activation fit integer i of a word.
 template <int bits>
 constexpr float activation_scale(int i) {
   return 1.0f / float(1 << bit_of<bits>(i));

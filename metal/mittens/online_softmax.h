@@ -6,8 +6,8 @@
 
 namespace mittens {
 
-// By what a score is multiplied first: weights of half types are powers of two. In float32 the rounding of that product
-// would show.
+// The first factor of a score: weights of half types are powers of two. In float32 the rounding of that product would
+// show.
 template <typename T>
 constexpr float score_unit() {
   return is_same_v<T, float> ? 1.0f : M_LOG2E_F;
@@ -42,8 +42,8 @@ inline float logsumexp_of(float m, float l) {
   return is_same_v<T, float> ? m + precise::log(l) : (m + precise::log2(l)) * M_LN2_F;
 }
 
-// The maximum m that weights are relative to, and their sum l, of what has been seen so far. Lanes of a column have the
-// same m, and each the l of its own rows.
+// The maximum m that weights are relative to, and their sum l, over all scores so far. Lanes of a column have the same
+// m, and each the l of its own rows.
 template <typename T>
 struct OnlineSoftmax {
   float2 m;

@@ -26,7 +26,7 @@ inline uint column_of_sum(int n, uint row) {
   return n / E * 8 * E + row * E + n % E;
 }
 
-// Where a lane's pair of right operand n is among those of all, if its pairs of W operands lie side by side: these are
+// The place of a lane's pair of right operand n among all pairs, if its pairs of W operands lie side by side: these are
 // loaded and stored at once. n: a multiple of W.
 template <int W>
 inline uint place_of_right(uint n, uint lane) {
@@ -61,8 +61,8 @@ inline void load_pairs(threadgroup const vec<U, 2>* from, thread vec<U, 2> (&to)
   }
 }
 
-// sums += a b, where a has 8 C rows of D columns from row `first` on, of which those from `rows` on are the last one. b
-// lies in memory as lanes have it, at place_of_right.
+// sums += a b, where a has 8 C rows of D columns from row `first` on; rows from `rows` on repeat the last one. b lies
+// in memory as lanes have it, at place_of_right.
 template <int D, int W = 1, typename Source, typename U, int C>
 inline void multiply_rows(
     thread Tile<float, C, 1>& sums, Source a, uint first, uint rows, threadgroup const vec<U, 2>* b, uint lane) {
@@ -136,7 +136,7 @@ inline bool multiply_transposed(
   return finite;
 }
 
-// What multiply_transposed left out: infinite and NaN elements times weights that are not 0.
+// The terms that multiply_transposed leaves out: infinite and NaN elements times weights that are not 0.
 template <typename Source, typename U, int C, int N>
 inline void add_not_finite(
     thread Tile<float, N, 1>& sums, Source a, uint first, uint rows, thread const Tile<U, C, 1>& b, uint lane) {

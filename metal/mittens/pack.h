@@ -61,8 +61,7 @@ inline uint4 pack(thread const float (&v)[16 / sizeof(T)]) {
   return bits;
 }
 
-// The values as T has them: those of a pack two at once, where one at a time would be four instructions each on NVIDIA
-// GPUs.
+// The values rounded to T, two of a pack at once: one at a time would be four instructions each on NVIDIA GPUs.
 template <typename T, int W>
 inline void round_values(thread float (&v)[W]) {
   if constexpr (W == pack_size<T>()) {

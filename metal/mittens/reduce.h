@@ -41,7 +41,7 @@ struct ThreadPosition {
   uint simdgroups;
 };
 
-// Statistics that are sums, as mittens/row_op.h asks for them: of two sets of elements, and of those of the L lanes that
+// Statistics that are sums, as mittens/row_op.h asks for them: of two sets of elements, and across the L lanes that
 // share a row.
 template <typename T>
 inline float merge(float a, float b) {

@@ -1,8 +1,8 @@
 // Gradients along rows: dx by an op of row_op.h, and sums over the rows, dweight and dbias. A thread keeps its columns
 // from row to row, and its shares of these sums in registers; they add up in a fixed order.
 //
-// The op's inputs are x, dy, weight (shared by all rows) and, where `adds` is 1, what is added to dx. Beside what
-// row_op.h says it has share(x, dy, row), an element's share of dweight, and `whole`, set here where packs are aligned.
+// The op's inputs are x, dy, weight (shared by all rows) and, where `adds` is 1, a term of dx. Beside what row_op.h
+// says it has share(x, dy, row), an element's share of dweight, and `whole`, set here where packs are aligned.
 #pragma once
 
 #include "mittens/row_op.h"
@@ -17,7 +17,7 @@ constexpr bool late_weights(int N) {
 // A thread's share of dweight and dbias, in its columns.
 template <typename T, int N>
 struct Shares {
-  float weight[N + 1][16 / sizeof(T)];  // the last one is that of the edge element
+  float weight[N + 1][16 / sizeof(T)];  // the last one is the edge element's
   float bias[N + 1][16 / sizeof(T)];
 };
 
@@ -186,7 +186,7 @@ inline Shares<typename Op::Element, N> vjp_rows(
   return shares;
 }
 
-// Adds a thread's sums to those that others have left, or leaves them where it is the first.
+// Adds a thread's sums to the sums of others, or stores them where it is the first.
 template <typename T, int N>
 inline void add_sums(
     threadgroup float* sums, thread const float (&v)[N + 1][16 / sizeof(T)], constant RowParams& params, RowBatch batch,

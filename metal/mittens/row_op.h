@@ -2,29 +2,29 @@
 //
 // An op is a struct of its arrays and numbers:
 //
-//   rows[inputs]      arrays [rows, columns]; a row's packs are those of the first one
-//   columns[weights]  arrays [columns], each of which may be absent
+//   rows[inputs]      arrays [rows, columns]; packs are aligned to the first one's rows
+//   columns[weights]  arrays [columns]; each may be absent
 //   y                 the result [rows, columns]
 //
 // and four functions:
 //
-//   none    Stat of no element, where reduces is 1; fill is what stands for elements outside of a row
-//   of      Stat of what one thread holds of a row
-//   done    Row, what a row needs to know of itself, from the Stat of its elements
-//   write   v[0][i], an element of the result, from those of the inputs v[k][i] and of the weights w[c][i]; it is
+//   none    Stat of no element, where reduces is 1; fill stands for elements outside of a row
+//   of      Stat of one thread's elements of a row
+//   done    Row, the numbers that writing needs, from the Stat of all elements
+//   write   v[0][i], an element of the result, from inputs v[k][i] and weights w[c][i]; it is
 //           called with packs and with single elements
 //
 // A Stat is a sum, or a struct with functions of its own, for results of type T: merge<T> of two sets of elements;
-// across<T, L> of those of the L lanes that share a row, in each of them; write_stat and read_stat to memory and back.
-// An op with reduces 0 only writes.
+// across<T, L> of the L lanes that share a row, in each of them; write_stat and read_stat to memory and back. An op
+// with reduces 0 only writes.
 //
 // The result of one op may be the input of the next: run_rows takes two. `first` is written in passing, and never read
 // again where a row stays in registers.
 //
 // To add an op: its struct, and a kernel that hands it on to a schedule (norm/rms_norm.metal); instantiate_rows names
-// its variants as the table of schedules in csrc/ops/norm/plan.h does. RowPrimitive::row_launches binds arguments in the
-// order of rows, weights, results, partials, params; partials are of split rows alone, as many as the op's numbers for
-// each part of a row.
+// its variants as the table of schedules in csrc/ops/norm/plan.h does. RowPrimitive::row_launches binds arguments in
+// the order of rows, weights, results, partials, params; partials are of split rows alone, as many as the op's numbers
+// for each part of a row.
 #pragma once
 
 #include "mittens/instantiate.h"
@@ -34,7 +34,7 @@
 
 namespace mittens {
 
-// The last parameters of a row kernel, and what they are handed on as.
+// The last parameters of a row kernel, and the arguments that hand them on.
 #define row_thread_parameters                                                             \
   uint group [[threadgroup_position_in_grid]], uint t [[thread_position_in_threadgroup]], \
       uint threads [[threads_per_threadgroup]], uint lane [[thread_index_in_simdgroup]],  \
@@ -74,7 +74,7 @@ template <int N>
 using InThreadgroupOrLooped = conditional_t<is_nvidia, InThreadgroup<N>, Looped<1, InThreadgroup<N>::launched>>;
 
 // The two launches of a row that several threadgroups share. In the first each leaves the Stat of its part of the row
-// in partials, in the second it merges those of all parts and writes its own.
+// in partials, in the second it merges all parts and writes its own.
 struct SplitSums {
   enum { launched = 256, nvidia = 256 };
 };
@@ -155,7 +155,7 @@ inline RowPlace row_place(uint phase, uint row, constant RowParams& params, bool
   return RowPlace{span, size_t(row) * params.columns, shift, whole, false};
 }
 
-// What one thread takes of a row at once: the packs first, first + stride, ... below end, and perhaps edge element t.
+// A thread's elements of a row at once: the packs first, first + stride, ... below end, and perhaps edge element t.
 struct RowBatch {
   uint first;
   uint stride;
@@ -171,7 +171,7 @@ struct RowBatch {
   }
 };
 
-// What one thread holds of the K inputs of a row.
+// A thread's elements of the K inputs of a row.
 template <typename T, int K, int N>
 struct RowParts {
   uint4 packs[K][N];
@@ -199,7 +199,7 @@ inline void store_packs(device T* row, RowBatch batch, thread const uint4 (&pack
   }
 }
 
-// Leaves parts as they are if `always` is true. The compiler does not know that it is: what comes after unpacks them
+// Leaves parts as they are if `always` is true. The compiler does not know that it is: code after this unpacks them
 // anew, instead of holding values of all packs.
 template <typename T, int K, int N>
 inline void repack(thread RowParts<T, K, N>& parts, bool always) {
@@ -218,7 +218,7 @@ inline void unpack_again(thread RowParts<T, K, N>& parts, RowInput<T> input, Row
   repack(parts, is_nvidia ? batch.stride > 0 : input.phase < 16);
 }
 
-// Input k of an op; `leads` where packs are those of this one.
+// Input k of an op; `leads` where packs are aligned to this one.
 template <bool leads, int N, typename Op>
 inline void load_input(Op op, int k, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
   using T = typename Op::Element;
@@ -242,7 +242,7 @@ inline void load_edge(Op op, int k, RowPlace place, RowBatch batch, thread Parts
   parts.edges[k] = there ? row[edge_column<T>(place.span, batch.t)] : T(op.rows[k].shared ? 1.0f : Op::fill);
 }
 
-// `leads` where packs are those of the first input.
+// `leads` where packs are aligned to the first input.
 template <bool leads, int N, typename Op>
 inline void load_parts(Op op, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
   load_input<leads, N>(op, 0, place, batch, parts);
@@ -260,8 +260,8 @@ inline void load_edges(Op op, RowPlace place, RowBatch batch, thread PartsOf<Op,
   }
 }
 
-// The weights of a thread's first packs of a row, so many of each that two packs are on their way while the thread
-// waits for its row, and after that.
+// The weights of a thread's first packs of a row: of each as many that two loads are in flight while the thread waits
+// for its row, and after that.
 template <typename Op, int N>
 struct WeightParts {
   enum { count = Op::weights > 0 ? Op::weights : 1, ahead = Op::weights < 2 && N > 1 ? 2 : 1 };
@@ -392,7 +392,7 @@ inline void write_parts(
   }
 }
 
-// Whether on Apple GPUs there are no registers for N packs of each input of an op whose result is kept: those of the
+// Whether on Apple GPUs there are no registers for N packs of each input of an op whose result is kept: packs of the
 // first input are held, the others are loaded when their turn comes.
 template <typename Op, int N>
 constexpr bool late_inputs() {
@@ -494,7 +494,7 @@ struct ThreadgroupTeam {
   }
 };
 
-// What an op is given of a row: what was loaded, or what `first` makes of that.
+// The row that an op gets: as loaded, or the result of `first`.
 template <int N, typename Op, typename Team>
 inline PartsOf<Op, N> row_input(
     NoOp, Team, uint, Op, RowPlace, RowBatch, thread const PartsOf<Op, N>& parts, thread const WeightParts<Op, N>&) {
@@ -574,7 +574,7 @@ struct RowRange {
   }
 };
 
-// Stat of what a thread takes of a range; what `first` makes of it is written.
+// Stat of a thread's elements of a range; the result of `first` is written.
 template <int N, typename First, typename Op>
 inline typename Op::Stat range_stat(First first, typename First::Row first_terms, Op op, RowRange range) {
   const auto lead = lead_of(first, op);
@@ -691,7 +691,7 @@ inline void run_rows(
   }
 }
 
-// What `first` makes of the row was written in the first launch, and is read here.
+// The first launch wrote the result of `first`, which is read here.
 template <typename First, typename Op>
 inline void run_rows(
     SplitWrite, First, Op op, constant RowParams& params, RowThread thread_of, threadgroup float*,

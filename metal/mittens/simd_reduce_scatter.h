@@ -27,8 +27,8 @@ inline void exchange(thread float (&v)[C], uint lane) {
   }
 }
 
-// C is a power of two. Up to 32: v[0] becomes the sum of value lane / (32 / C). Beyond: v[i] that of lane * (C / 32)
-// + i.
+// C is a power of two. Up to 32: v[0] becomes the sum of value lane / (32 / C). Beyond: v[i] the sum of value lane * (C
+// / 32) + i.
 template <int C>
 inline void simd_reduce_scatter(thread float (&v)[C], uint lane) {
   exchange<C, 16>(v, lane);

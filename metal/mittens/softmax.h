@@ -21,15 +21,15 @@ inline float exp_of(float v) {
   return power;
 }
 
-// The online softmax of what has been seen of a row, or of several rows: the maximum m, and l, the sum of exp(x - m).
-// Nothing seen yet is {-inf, 0}.
+// The online softmax of the elements so far of a row, or of several rows: the maximum m, and l, the sum of exp(x - m).
+// It begins as {-inf, 0}.
 template <typename V>
 struct SoftmaxState {
   V m;
   V l;
 };
 
-// What to subtract before exp. Where only -inf has been seen it is not the maximum: -inf - -inf would be NaN.
+// The number to subtract before exp: not a maximum of -inf, since -inf - -inf would be NaN.
 inline float finite_maximum(float maximum) {
   return maximum == -INFINITY ? 0.0f : maximum;
 }

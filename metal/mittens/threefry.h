@@ -35,10 +35,10 @@ inline uint2 threefry(uint2 key, uint2 counter) {
   return x;
 }
 
-// The 32 bits that mx.random draws for element i of an array of so many elements.
+// The 32 bits that mx.random draws for element i of an array of `size`.
 inline uint random_bits(uint2 key, uint i, uint size) {
   const uint half_size = size / 2;
-  const uint ahead = half_size + size % 2;  // from an element of the first half to that of the second
+  const uint ahead = half_size + size % 2;  // from an element of the first half to its partner in the second
   const bool is_second = i >= ahead;
   const bool is_middle = i == half_size && size % 2 == 1;
   const uint2 counter = is_second ? uint2(i - ahead, i) : uint2(i, is_middle ? 0 : i + ahead);

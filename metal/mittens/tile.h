@@ -1,6 +1,6 @@
 // 8x8 matrices over a simdgroup, and tiles of them in registers. A lane holds two neighbours of one row of each matrix.
 //
-// Names: rows and columns count elements; R and C count matrices. Tiles hold T; what is summed up is in float.
+// Names: rows and columns count elements; R and C count matrices. Tiles hold T; sums are in float.
 #pragma once
 
 #include <metal_simdgroup>
@@ -97,7 +97,7 @@ struct Tile {
   vec<T, 2> at[R][C];
 };
 
-// A value for each row: that of the lane's row in each block of 8.
+// A value for each row: a lane has its row's in each block of 8.
 template <int R>
 struct RowValues {
   float at[R];
@@ -154,7 +154,7 @@ inline float2 lanes_of_column_sum(float2 v) {
   return v + simd_shuffle_xor(v, ushort(16));
 }
 
-// values += what the lane itself has of each row; lanes_of_row_sum completes it, once for many tiles.
+// values += the lane's own elements of each row; lanes_of_row_sum completes it, once for many tiles.
 template <int R, int C>
 inline void row_sum_of_lane(thread const Tile<float, R, C>& tile, thread RowValues<R>& values) {
 #pragma unroll

@@ -30,8 +30,8 @@ inline float scaled_mean(float sum, float count) {
   return sum / (count * (1.0f / float(most_summed)));
 }
 
-// Half of x - mean, which itself may be past the range of float32. Halves are exact: what is made of them is doubled by
-// what it is multiplied with.
+// Half of x - mean, which itself may be past the range of float32. Halves are exact: a factor of twice its size makes
+// up for it.
 inline float half_centred(float x, float half_mean) {
   return fma(x, 0.5f, -half_mean);
 }
@@ -50,8 +50,8 @@ inline Moments merge(Moments a, Moments b) {
   return result;
 }
 
-// Of the L lanes that share a row, at once; their counts add up to `total`, where that is known and not 0. What differs
-// from the first lane's mean is averaged, so that a mean far from zero costs no digits.
+// Of the L lanes that share a row, at once; their counts add up to `total`, where that is known and not 0. Averages
+// differences from the first lane's mean, so that a mean far from zero costs no digits.
 template <typename T, int L>
 inline Moments across(Moments m, uint lane, float total) {
   constexpr float scale = 1.0f / 8589934592.0f;  // 2^-33: no count times it reaches 1
@@ -79,11 +79,11 @@ inline void read_stat(P p, thread Moments& m) {
 }
 
 // Moments of the packs below end, and of the edge element if this thread has one. They are taken in one pass, so that
-// no unpacked value is held, from the mean of the first pack: it is among them, so that what is taken off the squares
-// in the end is at most N times what is left, however far the mean is from zero.
+// no unpacked value is held, from the mean of the first pack: it is among them, so that the term that is subtracted
+// from the squares in the end is at most N times the rest, however far the mean is from zero.
 template <typename T, int K, int N>
 inline Moments moments_of(thread const RowParts<T, K, N>& parts, RowBatch batch) {
-  // What differs from the origin is taken a quarter: squares may grow by N before the last step.
+  // Differences from the origin are taken a quarter: squares may grow by N before the last step.
   constexpr float quarter = 0.25f;
   float origin = 0;
   if (batch.has(0)) {

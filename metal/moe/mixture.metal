@@ -124,7 +124,7 @@ inline float sum_of_experts(
       const device uint *indices [[buffer(8)]], const device T *weights [[buffer(9)]],                     \
       const device T *shared_logits [[buffer(10)]]
 
-// x [tokens, places, columns], w and bias of all matrices, those of the shared expert, indices and weights [tokens,
+// x [tokens, places, columns], w and bias of all matrices and of the shared expert's, indices and weights [tokens,
 // chosen], shared_logits [tokens].
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(32 * kMostSummed)]] void mixture_sum(

@@ -29,7 +29,7 @@ inline float weight_of_sum(const device float* weights, uint weights_of_sum, siz
   return weights_of_sum == kWeightsOfX ? float(((const device T*)weights)[p]) : weights[p];
 }
 
-// What a pair gives that is not valid. As bits: compilers may take arithmetic to have no NaN.
+// The result of an invalid pair. As bits: compilers may assume that arithmetic gives no NaN.
 inline float not_a_number() {
   return as_type<float>(0x7fc00000u);
 }

@@ -25,8 +25,7 @@ inline uint ordered(float key, bool descending) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Scores and keys of a token's logits, for kMostExperts at most. A lane writes those of its own experts, and one key at
-// least.
+// Scores and keys of a token's logits, for kMostExperts at most. A lane writes its own experts', and one key at least.
 template <typename T>
 inline void score_experts(
     const device T* logits, const device float* bias, constant RouteParams& params, uint lane,
@@ -100,8 +99,8 @@ inline float weight_of_chosen(
   return weight * params.scale;
 }
 
-// Finds the expert of place i of a token, by one simdgroup of each block of outputs. That of the first block and place finds
-// all of them, and writes them and their weights [tokens, chosen].
+// Finds the expert of place i of a token, by one simdgroup of each block of outputs. The simdgroup of the first block
+// and place finds all experts, and writes them and their weights [tokens, chosen].
 template <typename T>
 inline void find_expert(
     const device T* logits, const device float* bias, device uint* indices, device T* weights, uint token, uint i,

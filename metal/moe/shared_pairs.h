@@ -21,7 +21,7 @@ inline float gated_addend(
   return addend;
 }
 
-// Of a sum of gate, in the lower half of the lanes; the upper half has those of up.
+// The gated product: sums of gate are in the lower half of the lanes, of up in the upper half.
 inline float gated_product(float sum, uint lane, constant GatherQmmParams& params) {
   // Comparisons, which leave a NaN as it is.
   sum = sum > params.limit ? params.limit : sum;
@@ -104,7 +104,7 @@ inline OwnRow rows_of_pairs(
   return own;
 }
 
-// What a launch over shared pairs reads and writes: of one matrix the product, of two the gated one.
+// The arrays of a launch over shared pairs: it writes the product of one matrix, or the gated one of two.
 template <typename T, int N>
 struct SharedOperands {
   const device T* x;

@@ -3,9 +3,9 @@
 //   sum[r, c] = T(x[r, c] + residual[r, c])
 //   y[r, c]   = T(sum[r, c] * n[r]) * (weight[c] + offset),   n[r] = 1 / sqrt(mean_c(sum[r, c]^2) + eps)
 //
-// x, residual, y, sum [rows, columns], weight [columns] or absent; float32 inside, the norm is that of the rounded sum.
-// y may be x and sum may be residual. Schedules: mittens/row_op.h. Where a row does not stay in registers, the norm
-// reads the sum that was written.
+// x, residual, y, sum [rows, columns], weight [columns] or absent; float32 inside, the norm is of the rounded sum. y
+// may be x and sum may be residual. Schedules: mittens/row_op.h. Where a row does not stay in registers, the norm reads
+// the sum that was written.
 #include <metal_stdlib>
 
 #include "norm/rms_norm.h"

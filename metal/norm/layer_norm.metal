@@ -3,8 +3,8 @@
 //   y[r, c] = T((x[r, c] - mean[r]) * n[r]) * weight[c] + bias[c],   n[r] = 1 / sqrt(variance[r] + eps)
 //
 // x, y [rows, columns], weight and bias [columns] or absent; float32 inside, rounded after each of the three steps as
-// mx does. The variance is that of x - mean, never a difference of two sums; past the range of float32 it is infinite,
-// and T((x - mean) * n) is 0. y may be x. Schedules: mittens/row_op.h.
+// mx does. The variance is the mean square of x - mean, never a difference of two sums; past the range of float32 it is
+// infinite, and T((x - mean) * n) is 0. y may be x. Schedules: mittens/row_op.h.
 #include <metal_stdlib>
 
 #include "mittens/welford.h"

@@ -64,7 +64,7 @@ inline void read_stat(P p, thread VjpSums<Centred>& s) {
   s.products = p[4];
 }
 
-// Count and mean of what a thread holds of x.
+// Count and mean of a thread's elements of x.
 template <typename T, int K, int N>
 inline Moments mean_of(thread const RowParts<T, K, N>& parts, RowBatch batch) {
   float sum = batch.edge ? add_scaled(0.0f, float(parts.edges[0])) : 0.0f;
@@ -102,7 +102,7 @@ struct NormVjp {
   float centred(float x, float half_mean) const {
     return Centred ? half_centred(x, half_mean) : x;
   }
-  // What dy is multiplied with: 1 where there is no weight, and then no offset.
+  // The factor of dy: 1 where there is no weight, and then no offset.
   float scale(float weight) const {
     return Centred ? weight : weight + weight_offset;
   }

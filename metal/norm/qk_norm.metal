@@ -2,8 +2,8 @@
 //
 //   y[r, c] = T(x[r, c] * n[r]) * (weight[c] + offset),   n[r] = 1 / sqrt(mean_c(x[r, c]^2) + eps)
 //
-// A row is a head of a token: x [outer, middle, inner, width] by strides, as a projection and a transpose leave it;
-// y [rows, width]; weight [width] or absent; sums in float32. Rows of queries come first in the grid, then those of keys.
+// A row is a head of a token: x [outer, middle, inner, width] by strides, as a projection and a transpose leave it; y
+// [rows, width]; weight [width] or absent; sums in float32. Rows of queries come first in the grid, then rows of keys.
 //
 // The host chooses by the width (csrc/ops/norm/qk_norm.cpp):
 //   simd    L lanes a row, which stays in registers; no barrier

@@ -1,4 +1,4 @@
-// The op of rms_norm, and of what ends in one: y = T(x n) (weight + offset), n = 1 / sqrt(mean(x^2) + eps).
+// The op of rms_norm, and of ops that end in one: y = T(x n) (weight + offset), n = 1 / sqrt(mean(x^2) + eps).
 #pragma once
 
 #include "mittens/rms.h"
@@ -6,8 +6,8 @@
 
 namespace mittens {
 
-// Sum of squares of what one thread holds of a row: a sum of each pack first, so that no chain of additions has more
-// than a pack's elements or as many as there are packs.
+// Sum of squares of a thread's elements of a row: a sum of each pack first, so that no chain of additions is longer
+// than a pack's elements or the number of packs.
 template <typename T, int N>
 inline float square_sum(thread const uint4 (&packs)[N], T edge) {
   float sum = float(edge) * float(edge);

@@ -1,8 +1,8 @@
-// A smooth bound of logits, elementwise: y = T(cap * tanh(x / cap)), in float32, and what its derivative makes of dy:
-// dx = T(dy * (1 - tanh(x / cap)^2)), where 1 - tanh(u)^2 = 4 e / (1 + e)^2 with e = exp(-2 |u|).
+// A smooth bound of logits, elementwise: y = T(cap * tanh(x / cap)), in float32, and its derivative times dy: dx = T(dy
+// * (1 - tanh(x / cap)^2)), where 1 - tanh(u)^2 = 4 e / (1 + e)^2 with e = exp(-2 |u|).
 //
-// x, y, dy, dx [size]; y may be x, and dx may be x or dy. A threadgroup takes as many packs as it has threads; each of its parts of x starts as far off
-// a 16-byte boundary as x does, so that it is loaded like a row.
+// x, y, dy, dx [size]; y may be x, and dx may be x or dy. A threadgroup takes as many packs as it has threads; each of
+// its parts of x starts as far off a 16-byte boundary as x does, so that it is loaded like a row.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"

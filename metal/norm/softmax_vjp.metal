@@ -3,7 +3,7 @@
 //   dx[r, c] = T(y[r, c] * (dy[r, c] - d[r])),   d[r] = sum_c y[r, c] * dy[r, c] / sum_c y[r, c]
 //
 // y, dy, dx [rows, columns]; float32 inside, rounded once. dx may be y or dy. The y of a row add up to 1 before they
-// are rounded to T; where one of them is nearly 1, dy - d without the division would be mostly what rounding took.
+// are rounded to T; where one of them is nearly 1, dy - d without the division would be mostly rounding error.
 // Schedules: mittens/row_op.h.
 #include <metal_stdlib>
 

@@ -17,7 +17,7 @@ constexpr int attention_prompt_simdgroups(int width) {
   return width <= 128 ? 4 : width <= 256 ? 2 : 1;
 }
 
-// Blocks of keys that a simdgroup takes at once, at most: what the registers have room for.
+// Blocks of keys that a simdgroup takes at once, at most: as many as registers have room for.
 constexpr int attention_key_blocks(int value_width, bool is_half) {
   return value_width <= 64 && is_half ? 2 : 1;
 }
@@ -34,7 +34,7 @@ constexpr int attention_value_slices(int value_width) {
 enum AttentionMask : uint32_t { no_mask, bool_mask, additive_mask };
 
 // Where the rows of an array [batch, head, token, width] are, in elements, of packed ones in words. `start` counts from
-// what is bound, as strides may be negative.
+// the binding, as strides may be negative.
 struct TokenRows {
   int64_t start;
   int64_t batch;
@@ -67,9 +67,9 @@ struct AttentionParams {
   uint32_t queries;
   uint32_t keys;
   uint32_t value_width;
-  uint32_t first_key;      // those before are not read; a multiple of what simdgroups take at once
+  uint32_t first_key;      // earlier ones are not read; a multiple of simdgroups' steps
   uint32_t causal;         // query i sees keys up to i + keys - queries
-  uint32_t window;         // and of those the last so many; 0: all
+  uint32_t window;         // and of these only the last `window`; 0: all
   uint32_t mask_kind;      // AttentionMask
   uint32_t has_sinks;
   uint32_t has_logsumexp;
@@ -88,7 +88,7 @@ struct RaggedAttentionParams {
   AttentionParams attention;  // keys_per_split is 0 where a row's own keys are shared out evenly
 };
 
-// Threads of a threadgroup that unpacks keys or values, and what each has.
+// Threads of a threadgroup that unpacks keys or values, and the elements of each.
 enum { kUnpackThreads = 256, kUnpacked = 8 };
 
 struct AttentionUnpackParams {

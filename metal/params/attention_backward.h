@@ -17,7 +17,7 @@ struct AttentionBackwardParams {
   TokenRows values;
   TokenRows y;
   TokenRows dy;
-  TokenRows finite_queries;  // with 0 for what is not finite, where a row may not see some key
+  TokenRows finite_queries;  // with 0 for infinity and NaN, where a row may not see some key
   TokenRows finite_keys;
   int64_t mask_start;
   int64_t mask_strides[2];  // batch, head; 0 where it is broadcast

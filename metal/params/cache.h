@@ -1,4 +1,4 @@
-// Parameters of what is done with a key-value cache. Compiled by C++ and by Metal.
+// Parameters of the kernels for key-value caches. Compiled by C++ and by Metal.
 #pragma once
 
 #ifndef __METAL_VERSION__
@@ -11,7 +11,7 @@ struct RopeAppendParams {
   int64_t query_strides[3];  // of the new tokens' queries, in elements: batch, head, token
   int64_t key_strides[3];
   int64_t value_strides[3];
-  int64_t shared_key_strides[2];  // of what is turned of keys where all heads share it: batch, token
+  int64_t shared_key_strides[2];  // of turned columns of keys that all heads share: batch, token
   uint32_t query_heads;
   uint32_t key_heads;       // and as many heads of values
   uint32_t tokens;

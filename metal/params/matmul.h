@@ -9,16 +9,16 @@ namespace mittens {
 
 enum { kShortSimdgroups = 8 };  // of a threadgroup of gemv_short, each with an output of its own
 
-// Outputs of a simdgroup of matmul/gemv.metal, for so many rows of x.
+// Outputs of a simdgroup of matmul/gemv.metal, by the rows of x.
 constexpr int gemv_outputs(int rows) {
   return rows > 8 ? 2 : 4;
 }
 
-// Rows of x that a lane of gemv_columns has sums for, at most: those of 16 rows and a pack fill its registers.
+// Rows of x that a lane of gemv_columns has sums for, at most: sums of 16 rows and a pack would fill its registers.
 enum { kGemvColumnsRows = 8 };
 
-// Runs of weights that a simdgroup of matmul/gemv_tiles.metal takes at once of each row, for so many rows of x and
-// outputs of a threadgroup.
+// Runs of weights that a simdgroup of matmul/gemv_tiles.metal takes at once of each row, by rows of x and outputs of a
+// threadgroup.
 enum { kGemvRunBytes = 128 };
 constexpr int gemv_runs(int rows, int outputs) {
   return rows == 8 && outputs == 16 ? 2 : 1;
@@ -109,7 +109,7 @@ struct NormedSwigluParams {
 enum { kMostTogether = 4 };  // matrices of matmul/qmv_several.metal
 
 struct QuantizedMatmulsParams {
-  QuantizedParams weights;  // what all matrices share: columns, rows' strides, has_bias, the format
+  QuantizedParams weights;  // shared by all matrices: columns, rows' strides, has_bias, the format
   NormParams norm;
   uint32_t count;           // of matrices
   uint32_t first_block[kMostTogether];   // of each, by blocks of kRowOutputs outputs, or of 1 where it has fewer
@@ -117,13 +117,13 @@ struct QuantizedMatmulsParams {
   uint32_t outputs[kMostTogether];       // of each
 };
 
-// What kernels of products have room for in threadgroup memory, and what those of one row take at once
-// (matmul/nvidia/qmv_mma.h). Enumerators: Metal takes no variable outside of a function that is not in constant memory.
+// The room of kernels of products in threadgroup memory, and the steps of kernels of one row (matmul/nvidia/qmv_mma.h).
+// Enumerators: Metal takes no variable outside of a function that is not in constant memory.
 enum {
   kProductSimdgroups = 8,   // of a threadgroup, which share out the columns
   kRowSimdgroups = 16,      // the same in matmul/nvidia/qmv_mma.metal and matmul/nvidia/quantized_swiglu_mma.metal
   kProductPartials = 1024,  // floats that they leave for the last step (matmul/nvidia/products.h)
-  kRowBlocks = 2,           // of 8 products of a simdgroup: what a tensor core's left matrix holds
+  kRowBlocks = 2,           // of 8 products of a simdgroup: as a tensor core's left matrix
   kRowStep = 512,           // columns of a simdgroup
 };
 
@@ -131,7 +131,7 @@ enum {
   kOutputSimdgroups = 8,  // of a threadgroup whose lanes go along the outputs (matmul/outputs.h)
 };
 
-// Words of affine weights that a lane takes at once, for so many rows of x (matmul/nvidia/qmv.metal and
+// Words of affine weights that a lane takes at once, by the rows of x (matmul/nvidia/qmv.metal and
 // matmul/nvidia/quantized_swiglu.metal).
 constexpr int lane_words(int bits, int rows) {
   return bits == 4 ? (rows == 1 ? 4 : rows <= 4 ? 2 : 1) : (rows <= 4 ? 4 : 2);
@@ -144,7 +144,7 @@ enum {
   kMostExactRows = 8,  // of x that kernels take at once
 };
 
-// Outputs of a simdgroup for so many rows of x, in a type of that many bytes: fewer where registers would not do.
+// Outputs of a simdgroup, by the rows of x and the bytes of its type: as many as registers have room for.
 constexpr int row_outputs(int rows, int bytes) {
   return rows > 4 && bytes == 4 ? kRowOutputs / 2 : kRowOutputs;
 }
@@ -172,7 +172,7 @@ enum {
 enum { kOwnedOutputs = 8 };  // of a lane of matmul/nvidia/qvm.metal
 
 // Outputs of a threadgroup of matmul/nvidia/qmm.metal, and runs of weights that have one scale that its simdgroups take
-// at once of each, for so many rows of x.
+// at once of each, by the rows of x.
 constexpr int affine_tile_outputs(int bits) {
   return bits == 4 ? 32 : 16;
 }

@@ -13,7 +13,7 @@ struct PairParams {
   uint32_t has_inputs;  // whether pairs name theirs
 };
 
-enum { kMostSummed = 16 };  // pairs of a sum, for each of which a threadgroup has a simdgroup
+enum { kMostSummed = 16 };  // pairs of a sum, each with a simdgroup of the threadgroup
 
 // Weights of a sum: none, in float32, or of the type of x.
 enum { kNoWeights, kWideWeights, kWeightsOfX };
@@ -23,7 +23,7 @@ struct GatherQmmParams {
   PairParams pairs;
   uint32_t pairs_per_sum;  // as many simdgroups share outputs where there are weights, else 1
   uint32_t weights_of_sum;
-  float limit;             // of what is gated, from here on; infinity: none
+  float limit;             // of the gated product, from here on; infinity: none
   float offset;
 };
 
@@ -72,7 +72,7 @@ struct RouteParams {
 };
 
 struct MixtureParams {
-  GatherQmmParams experts;  // pairs_per_sum: places of a token, that of the shared expert last
+  GatherQmmParams experts;  // pairs_per_sum: places of a token, the shared expert's last
   RouteParams route;
 };
 

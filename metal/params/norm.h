@@ -13,7 +13,7 @@ constexpr int looped_packs(bool is_nvidia) {
   return is_nvidia ? 4 : 1;
 }
 
-// What every row kernel is told of its geometry.
+// The geometry of every row kernel.
 struct RowParams {
   uint32_t rows;
   uint32_t columns;
@@ -34,7 +34,7 @@ struct RowOpParams {
   float eps;
 };
 
-// Rows [outer, middle, inner, columns], by strides in elements; those of columns are 1.
+// Rows [outer, middle, inner, columns], by strides in elements; columns have stride 1.
 struct HeadRows {
   int64_t strides[3];
   uint32_t middle;

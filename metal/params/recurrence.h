@@ -27,7 +27,7 @@ enum { kFloat32, kFloat16, kBfloat16 };
 struct StateParams {
   uint32_t steps;
   uint32_t heads;
-  uint32_t key_heads;  // each of which heads / key_heads heads share
+  uint32_t key_heads;  // each shared by heads / key_heads heads
   uint32_t rows;
   uint32_t columns;
   uint32_t lanes;  // of a simdgroup that hold a row; a power of two

@@ -33,13 +33,13 @@ struct SampleParams {
 
 // A penalty for tokens that are among the last ones of a row.
 struct PenaltyParams {
-  uint32_t context;  // of so many last tokens; 0 where there is no penalty
+  uint32_t context;  // how many last tokens count; 0 where there is no penalty
   uint32_t step;  // from a row's number to the next one's: 0 where all rows share it
   uint32_t is_given;  // whether the numbers are in an array
   float value;  // the number where they are not, rounded to the type of the logits
 };
 
-// What is done to logits before anything else.
+// Changes to logits before anything else.
 struct AdjustParams {
   uint32_t columns;
   uint32_t phase;

@@ -31,7 +31,7 @@ struct Channels {
   device T* after;  // [batch, taps - 1, channels]
 };
 
-// What a threadgroup has of a head.
+// A head's part in threadgroup memory.
 struct HeadMemory {
   threadgroup float* queries;
   threadgroup float* keys;
@@ -41,7 +41,7 @@ struct HeadMemory {
   threadgroup float* gates;  // of columns, where these have their own
 };
 
-// The channels are those of q, of k and of v, or, where these are not Apart, three times those of all.
+// Channels of q, of k and of v, or, where these are not Apart, three times the channels of all.
 template <typename T, bool Apart>
 inline void token_of_head(
     const device T* q, const device T* k, const device T* v, const device T* z, const device T* a, const device T* b,
@@ -192,7 +192,7 @@ template <typename T>
     const device T* z [[buffer(3)]],                // [batch, key_heads, heads / key_heads, rows]
     const device T* a [[buffer(4)]],                // [batch, key_heads, heads / key_heads]
     const device T* b [[buffer(5)]],                // [batch, key_heads, heads / key_heads]
-    const device T* conv_state [[buffer(6)]],       // [batch, taps - 1, channels], those of q, of k and of v
+    const device T* conv_state [[buffer(6)]],       // [batch, taps - 1, channels], of q, of k and of v
     const device T* conv_weight [[buffer(7)]],      // [channels, taps]
     const device ushort* a_log [[buffer(8)]],       // [heads], of a_log_type
     const device ushort* dt_bias [[buffer(9)]],     // [heads], of dt_bias_type

@@ -1,4 +1,4 @@
-// What a recurrence takes of the projections of all steps of a prompt:
+// The inputs of a recurrence, from the projections of all steps of a prompt:
 //
 //   window = [conv_state; x];   x = silu(sum_j window[j] * conv_weight[:, j] + conv_bias)
 //   q = columns^(-1/2) q / |q|;   k = k / |k|;   gate = e^(-e^A_log log(1 + e^(a + dt_bias)));   beta = sigmoid(b)
@@ -116,8 +116,8 @@ inline float sum_of_squares(float4 v) {
   return fma(v.x, v.x, v.y * v.y) + fma(v.z, v.z, v.w * v.w);
 }
 
-// The steps [begin, end) of a lane's four channels, or of fewer, with four taps: the window stays in registers. Pointers
-// are those of the lane's first channel in the sequence, `row` the elements from step to step of the results.
+// The steps [begin, end) of a lane's four channels, or of fewer, with four taps: the window stays in registers.
+// Pointers are to the lane's first channel in the sequence, `row` is the elements from step to step of the results.
 template <typename T>
 inline void convolve_four_taps(
     const device T* x, const device T* before, const device T* weight, const device T* bias, const device bool* mask,

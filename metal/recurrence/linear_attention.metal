@@ -2,7 +2,7 @@
 //
 //   S = S * decay;   S += v k^T;   y = scale S q
 //
-// The threads are those of recurrence.metal.
+// Threads: as of recurrence.metal.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"

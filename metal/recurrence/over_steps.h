@@ -1,8 +1,8 @@
 // The steps of a linear recurrence, wherever its gates and rates come from.
 //
-// `Numbers` are those of a head at a step. Of a step that it sees(): column_gates() where has_column_gates(), else gate();
-// then rate(). Of each: write() stores y, next() goes on to the next step. corrects() says whether what the state has for
-// k is taken off v.
+// `Numbers` are a head's at a step. For a step that it sees(): column_gates() where has_column_gates(), else gate();
+// then rate(). For each: write() stores y, next() goes on to the next step. corrects() says whether the state's value
+// for k is subtracted from v.
 #pragma once
 
 #include "recurrence/state.h"

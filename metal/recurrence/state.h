@@ -18,7 +18,7 @@ struct StatePlace {
   uint head;
   uint key_head;
   uint row;
-  uint lane;  // of those that share the row
+  uint lane;  // among the lanes that share the row
   bool writes;  // whether there is such a row
 };
 

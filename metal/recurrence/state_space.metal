@@ -5,8 +5,8 @@
 //
 // A step that the mask hides leaves S alone, and its y is D x.
 //
-// The threads are those of recurrence.metal: C, B and x are its queries, keys and values. Each lane computes the gate
-// and the step of its head, which takes less time than its part of the state.
+// Threads: as of recurrence.metal, whose queries, keys and values are C, B and x. Each lane computes the gate and the
+// step of its head, which takes less time than its part of the state.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"

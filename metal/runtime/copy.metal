@@ -2,7 +2,7 @@
 //
 //   target[r, c] = source[start + sum_d index_d(r) * strides[d] + c * column_stride]
 //
-// for what the other kernels read in rows. Threads go along the columns; a threadgroup takes a chunk of one row.
+// for arrays that other kernels read in rows. Threads go along the columns; a threadgroup takes a chunk of one row.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"

@@ -7,7 +7,7 @@
 //     x = x - frequency                                 for each time that it is there
 //
 // Each step is rounded to the type, and so are the penalties, as by mlx-lm's processors. A token outside of the row
-// changes nothing. A threadgroup copies its part of the row, and then writes anew what its tokens change. It counts
+// changes nothing. A threadgroup copies its part of the row, and then rewrites the logits of its tokens. It counts
 // these in device memory, where it sets to 0 the counts of its tokens alone.
 #pragma once
 
@@ -21,7 +21,7 @@ using namespace metal;
 
 namespace mittens {
 
-// Of a token's count: flags, and from there on how often it is among those that have the frequency's penalty.
+// Of a token's count: flags, and from there on how often it is among the tokens with the frequency's penalty.
 constant constexpr uint is_repeated = 1;
 constant constexpr uint is_present = 2;
 constant constexpr uint is_taken = 4;  // a thread writes the logit

@@ -1,4 +1,4 @@
-// How a threadgroup finds what the filters keep of a row of logits, and draws from it.
+// How a threadgroup finds the logits of a row that the filters keep, and draws from them.
 #pragma once
 
 #include <metal_stdlib>
@@ -126,7 +126,7 @@ inline Best best_of(thread Team& team, Best best) {
                                 there ? parts[32 + team.lane] : no_column});
 }
 
-// ---- what is done with each logit ----
+// ---- operations on each logit ----
 
 // Each has `take`, and `wants`, which may say of the largest of several logits that none of them needs to be taken.
 // How many logits, or how much of the exponentials, are at a value or above.
@@ -145,7 +145,7 @@ struct Above {
   }
 };
 
-// How many logits come before those of a value after a column.
+// How many logits come before the logits of a value after a column.
 struct Before {
   float value;
   uint last;
@@ -280,7 +280,7 @@ inline void each(InRow<T> in, Team team, thread Visitor& visitor) {
     if (!visitor.wants(largest)) {
       continue;
     }
-    // Not unrolled, since what is done with a logit may be long: the next element is always in the lowest bits.
+    // Not unrolled, since the operation on a logit may be long: the next element is always in the lowest bits.
     const bool is_pack = i < in.last_pack;
     const uint column = is_pack ? in.span.head + i * W : edge_column<T>(in.span, i - in.last_pack);
     const uint count = is_pack ? W : 1;
@@ -329,7 +329,7 @@ struct Threshold {
   float above;
 };
 
-// The numbers of T, or the distances from the largest logit, which have so many bits less.
+// The numbers of T, or the distances from the largest logit, which have fewer bits.
 template <typename T>
 struct Scale {
   uint shift;  // 0: the numbers themselves
@@ -381,8 +381,8 @@ inline uint last_column(Logits<T> logits, thread Team& team, float value, ulong 
   return low;
 }
 
-// Of a list of at most as many logits as there are threads, leaves those that pass top-p and top-k, and -inf for others:
-// each thread compares its logit with all. Their exponentials go behind the columns.
+// Leaves the logits of a list that pass top-p and top-k, and -inf for others. The list has at most one for each thread,
+// which compares it with all. Their exponentials go behind the columns.
 inline void leave_kept(
     threadgroup float* values, threadgroup uint* columns, uint count, Team team, float m, ulong mass_wanted, uint top_k) {
   const bool mine = team.t < count;

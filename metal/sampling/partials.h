@@ -1,4 +1,4 @@
-// What a threadgroup leaves of its part of a row of logits, and how a later launch puts the parts together.
+// The result of a threadgroup for its part of a row of logits, and how a later launch puts the parts together.
 #pragma once
 
 #include <metal_stdlib>
@@ -33,7 +33,7 @@ inline float number(float x) {
   return x == x ? x : -INFINITY;
 }
 
-// What has been drawn so far.
+// The token drawn so far.
 struct Best {
   float sum;
   uint column;
@@ -48,7 +48,7 @@ inline Best best_of_simdgroup(Best best) {
   return Best{sum, simd_min(best.sum == sum ? best.column : no_column)};
 }
 
-// What the threadgroups of a row left: what they drew and its logit, the row's largest logit, and the sum of its
+// The results of a row's threadgroups: the drawn token and its logit, the row's largest logit, and the sum of its
 // exponentials below that.
 struct Whole {
   Best best;

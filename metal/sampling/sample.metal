@@ -11,13 +11,13 @@
 //   top-k: the k largest, of equal ones the first
 //
 // Nothing is sorted. A threadgroup takes a row. It reads the row for the largest logit of each thread, and for the sum
-// of the exponentials where these are needed. What top-k or top-p ask for among the maxima of the threads bounds the
-// threshold from below; the logits from there on, mostly few, go to threadgroup memory, and bisection over the bits of
+// of the exponentials where these are needed. The threshold of top-k or top-p among the maxima of the threads bounds
+// the row's from below; the logits from there on, mostly few, go to threadgroup memory, and bisection over the bits of
 // a logit finds the threshold among them. Where they do not fit, it bisects over the row itself. Exponentials are whole
 // numbers in units of 2^-44, so that the kept set does not depend on the order of sums.
 //
-// Without filters several threadgroups may share a row; sample_combine puts together what they leave. So does
-// sample_logprobs, which also normalizes all logits: y = x - log(sum(e^x)), NaN in a row that has one.
+// Without filters several threadgroups may share a row; sample_combine combines their results. So does sample_logprobs,
+// which also normalizes all logits: y = x - log(sum(e^x)), NaN in a row that has one.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"

@@ -1,4 +1,5 @@
-// Tokens drawn from logits with penalties and a mask: adjust.h has what these do, sample.metal how tokens are drawn.
+// Tokens drawn from logits with penalties and a mask: adjust.h says how these change logits, sample.metal how tokens
+// are drawn.
 //
 // A threadgroup adjusts its part of a row in memory of its own, and draws from there. The launches after it read the
 // adjusted logits too.

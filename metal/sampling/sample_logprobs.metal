@@ -13,8 +13,8 @@
 using namespace metal;
 using namespace mittens;
 
-// A pack of a row for each thread, and the elements at its ends for the first of them. Each simdgroup puts together
-// what the first launch left.
+// A pack of a row for each thread, and the elements at its ends for the first of them. Each simdgroup combines the
+// results of the first launch.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kSampleThreads)]] void sample_logprobs(
     const device T* x [[buffer(0)]],  // [rows, columns]

@@ -1,6 +1,6 @@
-// Attention by simdgroups that load ahead: values before the scores, and the next keys before the values are added up. Each
-// has B blocks of 8 rows of queries, which a key is multiplied with when it is loaded once. It is the algebra of
-// attention/attention.h, for NVIDIA GPUs: Apple's have no registers for what is on its way.
+// Attention by simdgroups that load ahead: values before the scores, and the next keys before the values are added up.
+// Each has B blocks of 8 rows of queries, which a key is multiplied with when it is loaded once. It is the algebra of
+// attention/attention.h, for NVIDIA GPUs: Apple's have no registers for loads ahead.
 #pragma once
 
 #include "attention/attention.h"
@@ -235,7 +235,7 @@ inline void attention_ahead(
       softmax[b].update(scores[b], sums[b]);
       weights[b] = converted<Operand>(scores[b]);
     }
-    // A weight of 0 hides no infinite value: those of hidden keys are left out where not all are finite.
+    // A weight of 0 times infinity is NaN: where values are not all finite, hidden keys are left out.
     if (all_seen) {
       multiply_loaded_transposed<false>(sums, values, own_values, weights);
     } else if (!simd_all(multiply_loaded_transposed<true>(sums, values, own_values, weights))) {

@@ -1,5 +1,5 @@
-// Keys or values of 4 and 8 bits as what they stand for, row by row, for attention of many queries on NVIDIA GPUs: there mx
-// multiplies so fast that to unpack them once takes less than to unpack them for each block of queries.
+// Unpacks keys or values of 4 and 8 bits, row by row, for attention of many queries on NVIDIA GPUs: there mx multiplies
+// so fast that unpacking once takes less than unpacking for each block of queries.
 #include <metal_stdlib>
 
 #include "attention/packed.h"

@@ -1,9 +1,9 @@
-// Products of which blocks are masked, on Apple GPUs without matrix units:
+// Products with masked blocks, on Apple GPUs without matrix units:
 //
 //   y[m, n] = my[m, n] sum_k (x[m, k] mx[m, k]) (w[n, k] mw[n, k])        w [outputs, columns]
 //   y[m, n] = my[m, n] sum_k (x[m, k] mx[m, k]) (w[k, n] mw[k, n])        w [columns, outputs]: columns kernels
 //
-// where masks have one value for each block of 32 x 32 or 64 x 64. Tiles are those of matmul/apple/matmul_tiles.metal, but
+// where masks have one value for each block of 32 x 32 or 64 x 64. Tiles are as in matmul/apple/matmul_tiles.metal, but
 // each lies in one block of y: of blocks of 32 most have two simdgroups. So all of a tile leaves out the same columns.
 // _scaled: masks of operands are numbers of the product's type. Rows of x and w are whole 16 bytes.
 #include <metal_stdlib>

@@ -4,8 +4,8 @@
 //   y[n] = my[n] sum_k (x[k] mx[k]) (w[k, n] mw[k, n])        w [columns, outputs], the kernel of columns
 //
 // rows: simdgroups of a threadgroup share the columns for kRowOutputs outputs, 16 bytes a lane at a time, which lie in
-// one block. columns: kMaskedLanes lanes go along the outputs, 16 bytes each, and rows of w are dealt to the others and to
-// the simdgroups, one each in a round. What is masked out is not loaded.
+// one block. columns: kMaskedLanes lanes go along the outputs, 16 bytes each, and rows of w are dealt to the others and
+// to the simdgroups, one each in a round. Masked blocks are not loaded.
 #include <metal_stdlib>
 
 #include "matmul/apple/block_masks.h"

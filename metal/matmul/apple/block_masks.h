@@ -19,7 +19,7 @@ struct BlockMask {
     return {mask, matrix * params.matrix_stride + block * params.across_stride, params.columns_stride};
   }
 
-  // What a block of columns is multiplied with.
+  // The factor of a block of columns.
   float at(uint block) const {
     const uint index = first + block * stride;
     if constexpr (scaled) {
@@ -30,7 +30,7 @@ struct BlockMask {
   }
 };
 
-// What a block of y is multiplied with.
+// The factor of a block of y.
 template <typename T>
 struct MaskOfResult {
   const device uchar* bytes;

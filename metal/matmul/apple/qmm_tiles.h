@@ -64,7 +64,7 @@ inline void unpack_part(
   }
 }
 
-// Makes weights of what Values::unpack leaves of a run. Zeros where the run is not there.
+// Makes weights of a run that Values::unpack has unpacked. Zeros past the last run.
 template <typename T, typename Source>
 struct TileWeights {
   using Values = typename Source::Values;
@@ -92,7 +92,7 @@ struct TileWeights {
   }
 };
 
-// What a lane has of right-hand matrices: a part of two runs.
+// A lane's part of right-hand matrices: a part of two runs.
 template <typename T, typename Source>
 inline void right_part(
     typename Source::Run even, typename Source::Run odd, bool is_there, int first,
@@ -128,7 +128,7 @@ inline vec<U, 4> four_of(const device T* x, uint index) {
   }
 }
 
-// What a thread stages of each part: four elements of two runs, of one row or several.
+// A thread's share of the staging of each part: four elements of two runs, of one row or several.
 template <typename T, typename Source, int MB, int simdgroups = kTileSimdgroups>
 struct Staging {
   using Operand = TileOperand<T, Source>;
@@ -195,10 +195,10 @@ struct Staging {
   }
 };
 
-// The columns of x that a threadgroup has. shares: others may have other columns; then are_parts says so, and y takes sums
-// in float32.
+// The columns of x that a threadgroup has. shares: others may have other columns; then are_parts says so, and y takes
+// sums in float32.
 //   next       the first column of a step that is multiplied, from one on
-//   scale      what its products are multiplied with
+//   scale      the factor of its products
 //   finish     the last step of the sums
 template <bool shares>
 struct TileColumns {
@@ -305,8 +305,8 @@ inline void multiply_staged(
   }
 }
 
-// Writes what 8 MB rows of x give with the outputs of a threadgroup, of 8 NB or more in all. x, y: from the first row
-// on.
+// Writes the products of 8 MB rows of x with the outputs of a threadgroup, of 8 NB or more in all. x, y: from the first
+// row on.
 template <
     int N, int MB, int NB, int simdgroups = kTileSimdgroups, typename T, typename Source, typename Params,
     typename Columns>

@@ -56,7 +56,7 @@ inline void stage_in_order(
   }
 }
 
-// What a lane has of right-hand matrices: a run.
+// A lane's part of right-hand matrices: a run.
 template <typename T, typename Source>
 inline void right_run(
     Source, typename Source::Run run, bool is_there,
@@ -141,7 +141,8 @@ inline void multiply_transposed_staged(
   }
 }
 
-// Writes what `rows` rows of x give with Shape::outputs outputs from first_output on. x, y: from the first row on.
+// Writes the products of `rows` rows of x with Shape::outputs outputs from first_output on. x, y: from the first row
+// on.
 template <int rows, int simdgroups = kTileSimdgroups, typename T, typename Source, typename Params, typename Columns>
 inline void multiply_by_transposed_tiles(
     RowsOfX<T> x, Source w, const device T* bias, device T* y, uint first_output, constant Params& params,

@@ -3,8 +3,8 @@
 //
 //   y[m, n] = sum_k x[m, k] * w[k, n] + b[n],   w[k, n] = scales[k, n / group] * q[k, n] + biases[k, n / group]
 //
-// in modes but affine without biases. matmul/apple/qvm_tiles.h says how. A threadgroup has 32 or 64 rows of x, and 128 or
-// 64 outputs; they follow one another in the grid as those of matmul/apple/qmm_tiles.metal.
+// in modes but affine without biases. matmul/apple/qvm_tiles.h says how. A threadgroup has 32 or 64 rows of x, and 128
+// or 64 outputs; they follow one another in the grid as in matmul/apple/qmm_tiles.metal.
 #include <metal_stdlib>
 
 #include "matmul/apple/qvm_tiles.h"

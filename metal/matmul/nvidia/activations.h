@@ -1,8 +1,7 @@
 // The columns of x that one lane multiplies weights with, held as floats while the rows of weights pass by.
 //
-// A lane's columns are neighbours, as its weights are, so that those of neighbouring lanes are far apart: lanes load
-// what lies side by side instead, whole lines at a time, and hand it over through threadgroup memory of their
-// simdgroup's own.
+// A lane's columns are neighbours, as its weights are, so that neighbouring lanes' columns are far apart: lanes load
+// whole lines side by side instead, and exchange them through threadgroup memory of their simdgroup's own.
 #pragma once
 
 #include "mittens/integers.h"
@@ -10,8 +9,8 @@
 
 namespace mittens {
 
-// V columns of M rows of x, each times its activation_scale; their plain sums; and what a sum of products starts
-// from, to make up for what unpack_word leaves in the weights.
+// V columns of M rows of x, each times its activation_scale; their plain sums; and the start of a sum of products,
+// which makes up for the offset that unpack_word leaves in the weights.
 template <int V, int M>
 struct Activations {
   float x[M][V];
@@ -19,7 +18,7 @@ struct Activations {
   float start[M];
 };
 
-// What a lane loads of a simdgroup's 32 * V columns of M rows: every 32nd pack.
+// A lane's loads of a simdgroup's 32 * V columns of M rows: every 32nd pack.
 template <typename T, int V, int M>
 struct ActivationPacks {
   uint4 at[M][V / pack_size<T>()];
@@ -54,9 +53,9 @@ inline void load_activations(
   }
 }
 
-// Gives each lane the C packs of its own columns. All lanes of the simdgroup take part; `own` is its exchange. What one
-// lane has loaded are packs at the same place of their owners' C, since C divides 32: whether it is their turn is asked
-// of the lane, and what a lane takes goes to the same registers in all of them.
+// Gives each lane the C packs of its own columns. All lanes of the simdgroup take part; `own` is its exchange. The
+// packs that a lane has loaded are at the same place of their owners' C, since C divides 32: the lane tells whether it
+// is their turn, and all lanes receive into the same registers.
 template <int C>
 inline void exchange_packs(thread uint4 (&packs)[C], uint lane, threadgroup uint4* own) {
   if constexpr (C > 1) {
@@ -67,7 +66,7 @@ inline void exchange_packs(thread uint4 (&packs)[C], uint lane, threadgroup uint
     uint4 taken[C];
 #pragma unroll
     for (int first = 0; first < C; first += at_once) {
-      simdgroup_barrier(mem_flags::mem_threadgroup);  // all lanes have taken what was there before
+      simdgroup_barrier(mem_flags::mem_threadgroup);  // all lanes have read the packs before
       if (int(lane % C) / at_once == first / at_once) {
 #pragma unroll
         for (int i = 0; i < C; ++i) {

@@ -14,8 +14,8 @@ inline float middle_bias(float scale, float bias) {
   return fma(float(zero_of<bits>()), scale, bias);
 }
 
-// A weight times 2^bit_of(i), from what unpack_word made of integer i: with its own bias, since that of the middle
-// would be rounded once more.
+// A weight times 2^bit_of(i), from integer i as unpack_word leaves it: with its own bias, since the middle's would be
+// rounded once more.
 template <int bits>
 inline float dequantized_weight(float q, int i, float scale, float bias) {
   return fma(q + zero_of<bits>() / activation_scale<bits>(i), scale, bias / activation_scale<bits>(i));

@@ -2,11 +2,11 @@
 //
 //   y[n] = sum_k x[k] * w[n, k] + b[n]
 //
-// On NVIDIA GPUs (short_loads in csrc/ops/matmul/plan.cpp): a product this small takes little more than what it waits for memory,
-// so that nothing may wait twice, neither for columns that are asked for later nor for another simdgroup. Loads stand in
-// branches of their own, since ptxas leaves them together there; in one straight line it has the first product wait for
-// some loads before it asks for the others, to save registers. On an H200 1024 to 3072 in bfloat16 takes 3.2 us; 3.5 that
-// way, 3.6 with the simdgroups that share rows of matmul/gemv.metal.
+// On NVIDIA GPUs (short_loads in csrc/ops/matmul/plan.cpp): a product this small takes little more than its wait for
+// memory, so that nothing may wait twice, neither for columns that are asked for later nor for another simdgroup. Loads
+// stand in branches of their own, since ptxas leaves them together there; in one straight line it has the first product
+// wait for some loads before it asks for the others, to save registers. On an H200 1024 to 3072 in bfloat16 takes 3.2
+// us; 3.5 that way, 3.6 with the simdgroups that share rows of matmul/gemv.metal.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"

@@ -7,7 +7,7 @@
 
 namespace mittens {
 
-// sums[m] += x[m, columns of word p] * what the word holds
+// sums[m] += x[m, columns of word p] * the word's weights
 template <int bits, int V, int M>
 inline void add_products(
     thread const Activations<V, M>& a, thread const float (&q)[32 / bits], int p, thread float (&sums)[M]) {

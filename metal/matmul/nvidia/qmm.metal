@@ -3,13 +3,13 @@
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
 // A matrix of weights is 8 outputs by 8 columns, one of activations 8 columns by 8 rows of x. The integers are
-// multiplied as they are, less some zero that keeps them exact in T; a run of 32 or 64 columns, which have one scale and
-// one bias, leaves
+// multiplied as they are, less some zero that keeps them exact in T; a run of 32 or 64 columns, which have one scale
+// and one bias, leaves
 //
 //   scale * ((q - zero) * x) + (bias + scale * zero) * (1 * x)
 //
 // Columns meet by pairs, 4 apart (mittens/tile.h). The simdgroups of a threadgroup share out the columns, U runs at a
-// time, all of which are on their way before anything is multiplied; of the four lanes that share a row of weights, each
+// time, all of which are on their way before anything is multiplied; each of the four lanes that share a row of weights
 // loads scale and bias of one run.
 #include <metal_stdlib>
 
@@ -36,7 +36,7 @@ inline vec<T, 2> pair_of_run(thread const uint (&from)[words], int u) {
   }
 }
 
-// What a lane loads of U runs of the weights: its columns of all of them, and scale and bias of one.
+// A lane's loads of U runs of the weights: its columns of all of them, and scale and bias of one.
 template <typename T, int bits, int R, int run, int U>
 struct LaneWeights {
   using Values = Integers<bits, run / 4>;
@@ -70,8 +70,7 @@ struct LaneRows {
   vec<T, 2> at[run / tile][MB];
 };
 
-// x points at the lane's columns of the first row. Rows that are not there stand for the last one: nobody asks for what
-// comes of them.
+// x points at the lane's columns of the first row. Rows past the last repeat it: nobody reads their results.
 template <typename T, int MB, int run>
 inline void load_rows(const device T* x, uint rows, uint columns, uint lane, thread LaneRows<T, MB, run>& to) {
 #pragma unroll

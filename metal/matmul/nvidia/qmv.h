@@ -11,7 +11,7 @@
 
 namespace mittens {
 
-// What a lane loads of B rows.
+// A lane's loads of B rows.
 template <typename T, int P, int B>
 struct AffineBatch {
   uint words[B][P];
@@ -88,7 +88,7 @@ inline void pass_rows(
   }
 }
 
-// Lets all `rows` rows pass by; those that fill no batch go one by one. `batch` holds the first, if there are B of
+// Goes through all `rows`; the rest that fills no batch goes one by one. `batch` holds the first, if there are B of
 // them.
 template <typename T, int bits, bool exact, int P, int M, int B>
 inline void pass_all_rows(

@@ -3,13 +3,13 @@
 // memory.
 //
 // A left matrix has 8 outputs and, of each, four pairs of columns: one of each quarter of 128 columns. A right matrix
-// has x's elements of these columns, and its own columns keep apart what must not be added up. Column 2 b + h is of
-// half h of 128 columns, which has one scale: x's elements of the other half are zeros there. And b says which 128 of
-// 512 columns its elements are of. The products of all 512 columns with it are summed up, those of each 128 in sums of
-// their own, of which a lane wants one: where b is that of its own columns.
+// has x's elements of these columns, and its own columns keep sums apart. Column 2 b + h is of half h of 128 columns,
+// which has one scale: x's elements of the other half are zeros there. And b says which 128 of 512 columns its elements
+// are of. The products of all 512 columns with it are summed up, each 128 in sums of their own; a lane wants the sum
+// whose b is that of its own columns.
 //
-// So a lane loads 16 bytes of weights at a time, and scales and biases of two groups for 512 columns. What has been
-// multiplied makes place for what comes next, so that memory is never left without something to load.
+// So a lane loads 16 bytes of weights at a time, and scales and biases of two groups for 512 columns. Each multiplied
+// part is replaced by the next load, so that memory always has loads in flight.
 #pragma once
 
 #include "matmul/nvidia/qmv.h"
@@ -96,8 +96,8 @@ inline void load_row_activations(
   }
 }
 
-// sums += w x over 512 columns. What has been multiplied makes place for the columns `next`, which are on their way while
-// the rest is multiplied. two23 is 2^23 as the bits of a float.
+// sums += w x over 512 columns. Multiplied columns are replaced by the columns `next`, which load while the rest is
+// multiplied. two23 is 2^23 as the bits of a float.
 template <Presence presence, typename T>
 inline void add_row_step(
     thread RowWeights<T>& weights, thread uint (&x)[8], const device T* all,
@@ -146,7 +146,7 @@ inline void add_row_step(
   load_row_scales(w, next, lane, params.group_shift, weights);
 }
 
-// The products of a simdgroup's share of the columns, every so many steps of 512, left in partials[r * 8 + output].
+// The products of a simdgroup's share of the columns, steps of 512 dealt in turn, left in partials[r * 8 + output].
 template <typename T>
 inline void multiply_row(
     const device T* x, thread const AffineMatrix<T> (&w)[row_blocks], constant QuantizedParams& params, uint lane,

@@ -28,7 +28,7 @@ template <typename T>
 
   const uint first_output = group.x * group_outputs;
   const uint outputs = min(params.outputs - first_output, group_outputs);
-  const uint own = min(tile_row(lane), outputs - 1);  // the last one for those that are not there
+  const uint own = min(tile_row(lane), outputs - 1);  // absent ones repeat the last
   AffineMatrix<T> matrices[row_blocks];
   matrices[0] = matrix_of(gate, gate_scales, gate_biases, params, 0, first_output).row(own);
   matrices[1] = matrix_of(up, up_scales, up_biases, params, 0, first_output).row(own);

@@ -1,5 +1,5 @@
-// Rows of GGUF blocks, byte for byte as a .gguf file stores them. Blocks begin on any 2 bytes unless said so, those of
-// mxfp4 on any byte. d, m: halves.
+// Rows of GGUF blocks, byte for byte as a .gguf file stores them. Blocks begin on any 2 bytes unless said otherwise,
+// mxfp4's on any byte. d, m: halves.
 //
 //   kind     bytes, weights   w              layout
 //   q4_0      18,  32   d * (v - 8)          d, nibbles
@@ -17,10 +17,10 @@
 //   mxfp4     17,  32   2^(e - 128) * f      a byte e, nibbles
 //   nvfp4     36,  64   s / 2 * f            4 bytes s, floats of 4 bits of exponent and 3 of the fraction; nibbles
 //
-// f is twice a float of a sign, 2 bits of exponent and 1 of the fraction. In nvfp4 nibbles of 16 columns are 8 bytes, column
-// i below and i + 8 above.
-// Nibbles of 32 columns are 16 bytes, column i below and i + 16 above; in q4_k to q6_k of 64 columns 32 bytes. s and t are
-// integers of 16 or 32 columns.
+// f is twice a float of a sign, 2 bits of exponent and 1 of the fraction. In nvfp4 nibbles of 16 columns are 8 bytes,
+// column i below and i + 8 above.
+// Nibbles of 32 columns are 16 bytes, column i below and i + 16 above; in q4_k to q6_k of 64 columns 32 bytes. s and t
+// are integers of 16 or 32 columns.
 //
 // A run of columns has one scale and one bias. Its integers become bytes, four of a word, and these become halves as in
 // mittens/source/integers.h; here the base is small, so that no sum of products overflows before the scale.
@@ -167,7 +167,7 @@ struct GroupBlock {
   }
 };
 
-// --- 256 weights in groups of 16: of 128 columns those of 32 after another are bits of the same 32 bytes
+// --- 256 weights in groups of 16: the four runs of 32 columns among 128 share 32 bytes, each with its bits
 
 template <int E>
 struct Block<q2_k, E> {
@@ -312,8 +312,8 @@ struct Block<block_mxfp4, E> {
   uint shift;
   uchar exponent;
 
-  // odd: whether the block begins on an odd byte. On even ones its nibbles do not begin on 2 bytes: what is loaded begins
-  // a byte before them.
+  // odd: whether the block begins on an odd byte. On even ones its nibbles do not begin on 2 bytes: loads begin a byte
+  // before them.
   void load(const device uchar* block, uint at, bool odd) {
     exponent = block[0];
     const device uchar* first = block + (1 + at % 16);
@@ -393,7 +393,7 @@ constexpr bool holds_floats(BlockKind kind) {
 }
 
 // A run of a block as values of products by rows (matmul/rows.h). Bytes become the mantissa of 1 / 64, or of 1024 where
-// sums are of weights and not of integers. Floats of 4 bits are those of a half, too small by a power of two.
+// sums are of weights and not of integers. Floats of 4 bits become a half's bits, too small by a power of two.
 template <BlockKind kind, int E, bool of_weights>
 struct BlockValues {
   using Words = BlockOf<kind, E>;

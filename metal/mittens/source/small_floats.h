@@ -58,12 +58,12 @@ struct SmallFloats {
   }
 };
 
-// Scales that are powers of two: an exponent in a byte, of which the last is no number.
+// Scales that are powers of two: an exponent in a byte; the largest is NaN.
 inline float power_of_two(uchar bits) {
   return as_type<float>(bits == 255 ? 0x7fc00000u : uint(bits) << 23);
 }
 
-// Scales with 4 bits of exponent and 3 of the fraction, of which the largest is no number.
+// Scales with 4 bits of exponent and 3 of the fraction; the largest is NaN.
 inline float small_scale(uchar bits) {
   const uint size = (bits & 0x7f) == 0x7f ? 0x7e00u : (bits & 0x7fu) << 7;
   return float(as_type<half>(ushort(size | (bits & 0x80u) << 8))) * 256.0f;

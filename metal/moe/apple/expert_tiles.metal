@@ -1,9 +1,9 @@
 // Tiles of rows that have the same expert, for products of many rows with chosen experts on Apple GPUs without matrix
 // units (moe/apple/gather_tiles.h), from indices in any order.
 //
-// One threadgroup counts the rows of each expert, and those of pairs that are out of range as if of one more. The rows of
-// an expert follow one another in `rows`, in no certain order, which changes none of the results; a tile has
-// params.tile_rows of them, an expert's last what is left over. Tiles that there are none for have no rows.
+// One threadgroup counts the rows of each expert, and rows of pairs out of range as if of one more. The rows of an
+// expert follow one another in `rows`, in no certain order, which changes none of the results; a tile has
+// params.tile_rows of them, an expert's last the rest. Tiles past the last expert have no rows.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"

@@ -1,5 +1,6 @@
-// Products of many rows with chosen experts, a tile of rows that have the same one at a time (moe/apple/expert_tiles.metal):
-// those of matmul/apple/qmm_tiles.h, but that blocks of 8 rows past the tile's end are left out.
+// Products of many rows with chosen experts, a tile of rows that have the same one at a time
+// (moe/apple/expert_tiles.metal): as in matmul/apple/qmm_tiles.h, but blocks of 8 rows past the tile's end are left
+// out.
 #pragma once
 
 #include "matmul/apple/qmm_tiles.h"
@@ -33,7 +34,7 @@ inline float gated(float gate, float up, constant GatherQmmParams& params) {
   return activate(gate, params.weights.gate_alpha, params.weights.gate_beta) * (up + params.offset);
 }
 
-// What is written of the sums of N matrices: sum + bias of one, the gated product of two. bias: of all experts.
+// The result from the sums of N matrices: sum + bias of one, the gated product of two. bias: of all experts.
 template <typename T, int N>
 inline float expert_epilogue(
     thread const float (&sums)[N], thread const device T* const (&bias)[N], uint expert,
@@ -110,8 +111,8 @@ inline void multiply_blocks(
   }
 }
 
-// Writes what the rows of a tile, 8 MB at most, give with the outputs of a threadgroup: 8 NB for each simdgroup, of which
-// there are that many or more. w: of the expert. fewest: blocks of 8 rows that the smallest tile has.
+// Writes the products of a tile's rows, 8 MB at most, with the outputs of a threadgroup: 8 NB or more for each
+// simdgroup. w: of the expert. fewest: blocks of 8 rows that the smallest tile has.
 template <int fewest, int MB, int NB, typename T, int N, typename Source>
 inline void multiply_expert_tile(
     const device T* x, thread const Source (&w)[N], thread const device T* const (&bias)[N], device T* y, ExpertTile tile,

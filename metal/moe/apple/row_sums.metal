@@ -1,4 +1,4 @@
-// Weighted sums of rows that products have left, those of a sum one after another:
+// Weighted sums of rows that products have left, the rows of a sum one after another:
 //
 //   y[t, n] = sum_i weights[t, i] * x[t, i, n]
 //
