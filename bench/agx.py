@@ -1,5 +1,6 @@
-"""Writes what kernels take on Apple GPUs, by Mesa's compiler: a table and a file of the package. No GPU.
+"""Writes registers and instructions of kernels on Apple GPUs, by Mesa's compiler: a table and a file of the package.
 
+Needs no GPU.
 bench/results/agx.md has every kernel of ours and MLX's. mlx_mittens/apple/machine_code.json.xz has the blocks of ours
 that Apple's plans launch, for predictions on machines without the compiler.
 """
@@ -26,7 +27,7 @@ def sources() -> str:
 
 
 def made_with() -> str:
-    """The line of the file that says what its figures depend on beside the kernels."""
+    """The line of the file that names the compilers."""
     return f"{compiler.find_compiler().identity}, asahi_clc of Mesa {agx_compiler.version()}."
 
 
@@ -53,7 +54,7 @@ def rows(requests: Iterable[Request]) -> list[str]:
 
 
 def table() -> str:
-    """The tables, and what they were made with."""
+    """The tables, and the versions that made them."""
     lines = [
         "# Registers and instructions of every kernel on Apple GPUs",
         "",

@@ -1,4 +1,4 @@
-"""What the host takes for a call: to build it, and to encode it for the device, beside mx's.
+"""The host's time for a call: to build it, and to encode it for the device, beside mx's.
 
 A loop builds CALLS calls of one op and hands them over by `mx.async_eval`. The wait for the results is not timed.
 Each way of calling (mm.OP, mx's under `mm.patch()`, mx's) runs three loops in a row, and the last one counts: a graph

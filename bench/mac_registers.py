@@ -1,4 +1,4 @@
-"""Compares what a Mac says of every pipeline with the registers that Mesa's compiler gives: doctor.json and agx.md.
+"""Compares a Mac's figures of every pipeline with the registers that Mesa's compiler gives: doctor.json and agx.md.
 
 ``maxTotalThreadsPerThreadgroup`` follows from a kernel's registers: a core of an M1 or M2 has a fixed number of them,
 and the more a thread takes the fewer threads fit. So each of the two says a range of the other.
@@ -83,7 +83,7 @@ def read_table(text: str) -> dict[str, Code | None]:
 
 
 def registers_of(threads: int) -> str:
-    """The half registers with which so many threads fit a core: ``113 to 128``."""
+    """The half registers with which as many threads fit a core: ``113 to 128``."""
     if threads not in THREADS:
         return ""
     at = THREADS.index(threads)
@@ -92,7 +92,7 @@ def registers_of(threads: int) -> str:
 
 
 def _step(threads: int) -> int:
-    """The step of registers at which at least so many threads fit."""
+    """The step of registers at which at least as many threads fit."""
     return max((at for at, fit in enumerate(THREADS) if fit >= threads), default=0)
 
 
@@ -106,7 +106,7 @@ def compare(code: Code, mac_threads: int) -> int | None:
 
 
 def compare_all(pipelines: list[dict[str, Any]], table: dict[str, Code | None]) -> list[Comparison]:
-    """The kernels that both sides have, those that differ most first."""
+    """The kernels that both sides have, the largest differences first."""
     found = []
     for pipeline in pipelines:
         code = table.get(pipeline["kernel"] or "")

@@ -1,4 +1,4 @@
-"""Renders what was measured on many machines: a table and a plot, by op, of the speed relative to mx.
+"""Renders measurements of many machines: a table and a plot, by op, of the speed relative to mx.
 
 python bench/machines.py [FILE.json ...] [--write]
 
@@ -32,7 +32,7 @@ dash stands for an op that was not measured there. `python bench/machines.py --w
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured on one machine.
+    """The measurements of one machine.
 
     Attributes:
         name: The name of the file.
@@ -85,7 +85,7 @@ def read(path: Path) -> Machine | None:
 
 
 def all_machines() -> list[Machine]:
-    """Those of the repository, by name."""
+    """The machines of the repository, by name."""
     paths = [*RESULTS.glob("machines/*.json"), *RESULTS.glob("*.json")]
     found = [machine for path in paths if (machine := read(path))]
     return sorted(found, key=lambda machine: machine.name)

@@ -1,7 +1,7 @@
 """Says of which kernels measured tables are: bench/results/measured.json has a digest for each op of a file of rows.
 
 A page names the file that the tables below are of by a comment, `<!-- measured: FILE -->`. A test fails where a digest
-is not that of the kernels in the tree: measure the rows of this op again, or take them out.
+does not match the kernels in the tree: measure the rows of this op again, or take them out.
 
 python bench/measured.py                                which files are stale, and in which ops
 python bench/measured.py --renew FILE [--ops A,B]       after measuring the rows of these ops again
@@ -35,7 +35,7 @@ _NAMED = re.compile(r"\b(?:struct|enum)\s+(\w+)|[{,]\s*(\w+)\s*(?==[^=]|,|\})|^[
 
 
 def _declarations(text: str) -> list[str]:
-    """Those of a header's namespace."""
+    """The declarations in a header's namespace."""
     found = _NAMESPACE.search(sources.without_comments(text))
     parts, depth, start = [], 0, 0
     body = found[1] if found else ""
@@ -49,7 +49,7 @@ def _declarations(text: str) -> list[str]:
 
 
 def _metal(file: str) -> str:
-    """The tokens of a .metal file with its headers; of metal/params, which a family shares, only what is used."""
+    """The tokens of a .metal file with its headers; of metal/params, which a family shares, only used declarations."""
     text = sources.flatten(file)
     marks = list(_LINE.finditer(text))
     ends = [mark.start() for mark in marks[1:]] + [len(text)]

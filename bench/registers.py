@@ -23,7 +23,7 @@ def sources() -> str:
 
 
 def made_with() -> str:
-    """The line of the file that says what its figures depend on beside the kernels."""
+    """The line of the file that names the compilers."""
     version = subprocess.run([str(ptxas.find()), "--version"], capture_output=True, text=True).stdout
     release = re.search(r"V([\d.]+)", version)
     return f"{compiler.find_compiler().identity}, ptxas {release[1] if release else '?'}."
@@ -36,7 +36,7 @@ def kernels() -> list[tuple[str, str]]:
 
 
 def rows(kernels: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of a table, one a kernel; those of whole files, since what clang compiles at once may differ a little."""
+    """Lines of a table, one a kernel. Pass whole files: clang's code depends a little on what it compiles together."""
     kernels = list(kernels)
     texts = {frontend.entry_name(name): text for (_, name), text in frontend.all_ptx(kernels).items()}
     usages = {arch: ptxas.assemble(texts, arch) for arch in ARCHITECTURES}
@@ -50,7 +50,7 @@ def rows(kernels: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def table() -> str:
-    """The table, and what it was made with."""
+    """The table, and the versions that made it."""
     lines = [
         "# Registers and memory of every kernel on NVIDIA GPUs",
         "",

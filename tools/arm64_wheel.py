@@ -2,7 +2,7 @@
 
 python tools/arm64_wheel.py FOLDER
 
-FOLDER keeps what is downloaded and built; another run goes on from it. The wheel is for the Python that runs this, of a
+FOLDER keeps downloads and builds; another run goes on from it. The wheel is for the Python that runs this, of a
 version that Debian has: Debian's Python for arm64 runs the CMake guard, the stub generator and the tests. Debian's
 packages `qemu-user-static` and `g++-aarch64-linux-gnu` must be installed, and this package's build requirements:
 `pip install -e ".[cpu,test]"`. The exit status is 1 if a step fails.
@@ -85,7 +85,7 @@ class Arm64:
         return self.folder / "python"
 
     def unpack_debian(self) -> None:
-        """Python, its headers and the C++ library, with what they need, by an apt of its own."""
+        """Python, its headers and the C++ library, with their requirements, by an apt of its own."""
         if (self.root / "usr" / "bin" / f"python{VERSION}").exists():
             return
         state, cache = self.folder / "apt" / "state", self.folder / "apt" / "cache"
@@ -146,7 +146,7 @@ class Arm64:
 
 
 def requirements() -> list[str]:
-    """What the wheel and its tests import."""
+    """The packages that the wheel and its tests import."""
     version = importlib.metadata.version("mlx")
     nanobind = importlib.metadata.version("nanobind")
     return [f"mlx[cpu]=={version}", f"nanobind=={nanobind}", "numpy", "pytest", "pytest-xdist", "gguf", "ml_dtypes"]

@@ -70,7 +70,7 @@ class Compiler:
     optimize: str = "-O2"
 
     def run(self, *arguments: object, target: str) -> None:
-        """Runs it; raises RuntimeError with what it says where it fails."""
+        """Runs it; raises RuntimeError with its output if it fails."""
         includes = [
             self.site / "mlx" / "include",
             self.site / "mlx" / "include" / "metal_cpp",
@@ -81,7 +81,7 @@ class Compiler:
             ROOT / "metal",
             sysconfig.get_paths()["include"],
         ]
-        # Zig would add checks of undefined behaviour, and take what only a later macOS has in its libc++.
+        # Zig would add checks of undefined behaviour, and use symbols that only a later macOS has in its libc++.
         command = [*_zig(), "c++", "-target", f"aarch64-macos.{MACOS[0]}.{MACOS[1]}", "-std=c++20", self.optimize]
         annotations = "_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS"
         command += [f"-U{annotations}", f"-D{annotations}=1"]
@@ -100,7 +100,7 @@ class Compiler:
     def core_objects(self, folder: Path) -> list[Path]:
         """The objects of the C++ files that include nothing of MLX and nanobind."""
         folder.mkdir(exist_ok=True)
-        # What takes longest comes first. The others are short: each folder is compiled as one.
+        # The longest come first. The others are short: each folder is compiled as one.
         sources = sorted((_CSRC / "cpu" / "isa").rglob("*.cpp"))
         integers = [path for path in sources if path.name.startswith("integer_")]
         sets = {"neon": sources, "dotprod": integers}  # the processor that Zig means by macOS has what both need
@@ -133,7 +133,7 @@ class Compiler:
 
 
 def _together(sources: Path, folder: Path) -> Path:
-    """A source that includes all those of a folder."""
+    """A source that includes all sources of a folder."""
     path = folder / f"{sources.name}.cpp"
     path.write_text("".join(f'#include "{source}"\n' for source in sorted(sources.glob("*.cpp"))))
     return path

@@ -29,7 +29,7 @@ import lief
 import macos_extension
 from macos_extension import CORE, MACOS, ROOT, RPATHS, guard
 
-# What a Mac has, or what is installed beside the package.
+# Libraries of a Mac, or of packages installed beside this one.
 _LIBMLX, _CORE = "@rpath/libmlx.dylib", f"@rpath/{CORE}"
 _LIBRARIES = (
     _LIBMLX,
@@ -42,7 +42,7 @@ _FRAMEWORKS = "/System/Library/Frameworks/"
 
 _EXTENSION = re.compile(r"mlx_mittens/_mlx_(\w+)/_ext\..*\.so")
 
-# Beside the package: what the entry points name.
+# Beside the package: modules that the entry points name.
 _MODULES = ("mlx_mittens_cli.py", "mlx_mittens_pytest.py")
 
 _METADATA = (
@@ -51,19 +51,19 @@ _METADATA = (
 
 
 def tag() -> str:
-    """The wheel's tag, of the Python that runs this: its headers are those that the extension is compiled with."""
+    """The wheel's tag, of the Python that runs this, since the extension is compiled with its headers."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     return f"{python}-{python}-macosx_{MACOS[0]}_{MACOS[1]}_arm64"
 
 
 def extension_name(release: str) -> str:
-    """What the extension for a release of mlx is called on a Mac."""
+    """The file name of the extension for a release of mlx on a Mac."""
     folder = f"_mlx_{release.replace('.', '_')}"
     return f"mlx_mittens/{folder}/_ext.cpython-{sys.version_info.major}{sys.version_info.minor}-darwin.so"
 
 
 def contents(core: Path, extensions: Mapping[str, Path]) -> dict[str, bytes]:
-    """The files of the wheel but RECORD, by their names in it. The stub is that of the installed package."""
+    """The files of the wheel but RECORD, by their names in it. The stub is the installed package's."""
     spec = importlib.util.find_spec("mlx_mittens")
     assert spec is not None, "mlx_mittens is installed here, which has the stub"
     built = next(Path(place) for place in spec.submodule_search_locations or () if (Path(place) / "_ext.pyi").exists())
@@ -143,7 +143,7 @@ def releases(path: Path) -> list[str]:
 
 
 def problems(path: Path, libraries: Mapping[str, Path]) -> list[str]:
-    """What is wrong with a wheel; nothing, if a Mac can use it with each libmlx.dylib, which are by their releases."""
+    """The faults of a wheel; none, if a Mac can use it with each libmlx.dylib, which are by their releases."""
     with zipfile.ZipFile(path) as wheel:
         files = {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
     found = [*_record_problems(files), *_tag_problems(path, files), *_content_problems(files)]
@@ -209,7 +209,7 @@ def _parsed(data: bytes) -> lief.MachO.Binary | None:
     fat = lief.MachO.parse(list(data))
     arm64 = lief.MachO.Header.CPU_TYPE.ARM64
     alone = fat is not None and [binary.header.cpu_type for binary in fat] == [arm64]
-    return fat.take(arm64) if alone else None  # taken: what is only listed ends with the file that lists it
+    return fat.take(arm64) if alone else None  # taken: an object that is only listed ends with the file that lists it
 
 
 def _loaded(binary: lief.MachO.Binary) -> list[str]:

@@ -2,7 +2,7 @@
 
 python tools/native_cases.py --seconds 8
 
-It prints a row of a Markdown table for each op, and what is wrong. The exit status is 1 if a case is wrong.
+It prints a row of a Markdown table for each op, and all errors. The exit status is 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-os.environ["MLX_MITTENS_CALIBRATION"] = "off"  # what the tables choose, not what someone has measured
+os.environ["MLX_MITTENS_CALIBRATION"] = "off"  # the choices of the tables, not of someone's calibration
 
 import mlx.core as mx
 import numpy as np

@@ -2,8 +2,8 @@
 
 python tools/next_mlx.py 0.33.0 [--mlx-lm 0.33.0] [--compile] [--write]
 
-It compares the headers of mlx that the C++ code includes, and those that they include; MLX's Metal kernels, which run
-beside ours; nanobind's tag; and the code of mlx-lm that the patch knows. The exit status is 1 if something changed.
+It compares the headers of mlx that the C++ code includes, directly or not; MLX's Metal kernels, which run beside
+ours; nanobind's tag; and the code of mlx-lm that the patch knows. The exit status is 1 if something changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INCLUDE = re.compile(r'#include [<"](mlx/[^>"]+)[>"]')
 # changed by hand, once that code was read beside the new headers. Results keep the version they were measured with.
 _PINNED = ("pyproject.toml", "README.md", "docs/configuration.md", "docs/versioning.md")
 
-# The layers of mlx-lm whose code is not the one that the patch knows, and what the patch cannot find.
+# The layers of mlx-lm whose code the patch does not know, or cannot find.
 _ASK_MLX_LM = """
 from mlx_mittens.patching import targets
 print("unknown", *targets.unknown())
@@ -49,7 +49,7 @@ for target in targets.TARGETS:
 
 @dataclass
 class Report:
-    """What was found.
+    """The findings.
 
     Attributes:
         lines: For people.
@@ -103,7 +103,7 @@ def installed() -> Path:
 
 
 def included(include: Path) -> list[str]:
-    """The headers of mlx that csrc/ includes, and those that they include."""
+    """The headers of mlx that csrc/ includes, directly or not."""
     texts = [path.read_text() for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
     found: dict[str, None] = {}
     left = [name for text in texts for name in _INCLUDE.findall(text)]
@@ -143,7 +143,7 @@ def tag(old: Path, new: Path) -> list[str]:
 
 
 def mlx_lm(folder: Path) -> list[str]:
-    """What of mlx-lm the patch no longer knows, or no longer finds."""
+    """The parts of mlx-lm that the patch no longer knows, or no longer finds."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", _ASK_MLX_LM]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)

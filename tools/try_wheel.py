@@ -4,12 +4,12 @@ python tools/try_wheel.py FILE.whl                        with the Python that r
 python tools/try_wheel.py FILE.whl --python python3.12    with another one, which the wheel is for
 python tools/try_wheel.py FILE.whl --tests                then names of mx, and the tests with the marker `quick`, too
 python tools/try_wheel.py FILE.whl --tests-only           these alone
-python tools/try_wheel.py FILE.whl --tests-only --only float16    only those with this word in their names
+python tools/try_wheel.py FILE.whl --tests-only --only float16    only tests with this word in their names
 python tools/try_wheel.py FILE.whl --mlx 0.31.2           beside that release of mlx, and the mlx-lm that goes with it
 
-It installs the wheel as the README says, step by step, and checks what each step makes possible: what `import` says
+It installs the wheel as the README says, step by step, and checks what each step makes possible: the error of `import`
 without MLX's library, the quick benchmark, a kernel of mx.fast.metal_kernel without and with the simulator's clang, a
-tiny model with and without the patch. pip downloads what the wheel requires. The exit status is 1 where a step fails.
+tiny model with and without the patch. pip downloads the wheel's requirements. The exit status is 1 where a step fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from helpers import documentation  # noqa: E402
 _DROPPED = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "VIRTUAL_ENV")
 _DROPPED_PREFIXES = ("CMAKE_", "CCACHE_", "MLX_", "PYTHON")
 
-# Names of mx that only newer releases have, asked for by what runs beside these alone.
+# Names of mx that only newer releases have, used by code that runs with these alone.
 _NEWER_NAMES = ("mx.fast.gated_delta_update",)
 
 # Prints names of mx that the package's modules ask for and this mlx lacks.
@@ -51,7 +51,7 @@ for path in pathlib.Path(mlx_mittens.__file__).parent.rglob("*.py"):
                 print(name)
 """
 
-# What runs its tests needs besides the extras `kernels` and `lm`.
+# Packages that running the tests needs besides the extras `kernels` and `lm`.
 _TEST_PACKAGES = ("pytest-xdist", "gguf", "lief", "ml_dtypes")
 
 
@@ -96,7 +96,7 @@ class Environment:
         return cls(folder, variables | ({"PIP_CACHE_DIR": cache} if cache else {}))
 
     def run(self, program: str, *arguments: object, folder: Path, fails: bool = False) -> str:
-        """Runs a program of the environment; what it prints, on both streams.
+        """Runs a program of the environment; returns its output on both streams.
 
         Raises:
             Failed: It ends with an error, or, if it is to fail, without one.
@@ -217,7 +217,7 @@ class Trial:
         return "all are there"
 
     def tests(self) -> str:
-        """The tests with the marker `quick`, of the clone, on what is installed."""
+        """The tests with the marker `quick`, of the clone, on the installed package."""
         self.install("kernels,lm", *_TEST_PACKAGES)
         options = ["-k", self.only] if self.only else []
         options += [*"-q -p no:cacheprovider -n 2 -m quick".split(), "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]

@@ -70,7 +70,7 @@ def instance(header: str, function: str, *template: object) -> tuple[str, str]:
 
 
 def of_blocks(shape: tuple[int, int], live: float, numbers: bool, dtype: mx.Dtype) -> mx.array:
-    """A mask of which every block is there, or every other one in either direction."""
+    """A mask that keeps every block, or every other one in either direction."""
     m, n = np.indices(shape)
     mask = mx.array((m + n) % 2 == 0 if live < 1 else np.ones(shape, bool))
     return mask.astype(dtype) if numbers else mask
@@ -86,7 +86,7 @@ def draw(shape: Sequence[int], dtype: mx.Dtype, transpose: bool = False) -> mx.a
 def our_tile(type_name: str, block: int, transpose: bool, live: float, numbers: bool) -> tuple[Simulated, int]:
     """A threadgroup at each number of columns, and its rows. Many of them are launched, as for all of the product."""
     dtype, _ = TYPES[type_name]
-    rows, outputs = block, 152 * block  # so many that tiles of 64 rows keep any GPU busy
+    rows, outputs = block, 152 * block  # enough for tiles of 64 rows to keep any GPU busy
     found = []
     for columns in SIMULATED:
         a, b = draw((rows, columns), dtype), draw((columns, outputs), dtype, transpose)

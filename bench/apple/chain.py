@@ -34,7 +34,7 @@ from mlx_mittens.simulator.prediction import predict_launches
 REPORT = Path(__file__).parents[1] / "results" / "apple-chain.md"
 PAGE = Path(__file__).parents[2] / "docs" / "apple.md"
 BEGIN, END = "<!-- chain: begin -->", "<!-- chain: end -->"
-# Of softmax, whose threadgroups all do the same on rows of their own, so many values are simulated.
+# How many values of softmax are simulated: its threadgroups all do the same on rows of their own.
 _VALUES = 1 << 18
 
 
@@ -159,7 +159,7 @@ _CALLS: dict[str, Callable[[Point], Call]] = {
 
 @functools.cache
 def simulated(kernel: Kernel) -> tuple[list[PredictedLaunch], float]:
-    """The launches of a kernel, and how often what they do is the published launch.
+    """The launches of a kernel, and how many of them make the published launch.
 
     Raises:
         RuntimeError: One does not compile.

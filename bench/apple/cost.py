@@ -1,4 +1,4 @@
-"""What a prediction adds to a simulated case, as a Markdown table: `simulate OP CASE` with and without `--chip all`.
+"""The time a prediction adds to a simulated case, as Markdown: `simulate OP CASE` without and with `--chip all`.
 
 python bench/apple/cost.py            prints it; bench/results/prediction-cost.md has a run
 

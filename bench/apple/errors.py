@@ -65,7 +65,7 @@ WHAT = {
     "decode": "a token of a whole model",
     "prefill": "a prompt of a whole model",
 }
-# Bounds within which the fit searches. What is not here is published, or follows from how the machine works.
+# Bounds within which the fit searches. Other constants are published, or follow from how the machine works.
 FITTED = {
     "base_efficiency": (0.6, 1.0),
     "pro_efficiency": (0.6, 1.0),
@@ -265,7 +265,7 @@ def rows() -> tuple[Row, ...]:
     """All points beside both predictions."""
     found = []
     for point, chip, works in used():
-        # A chip that is left out is one of which nothing was measured, its latency included.
+        # A chip that is left out counts as unmeasured, its latency included.
         unmeasured = dataclasses.replace(chip, device_memory_ns=None)
         constants = held_out()[design(point.chip)]
         found.append(

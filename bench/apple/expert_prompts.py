@@ -66,7 +66,7 @@ class Mixture:
     has_bias: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Those of the ops."""
+        """The options of the ops."""
         return {"group_size": self.group, "bits": 4, "mode": self.mode}
 
     def rows(self) -> np.ndarray:
@@ -89,7 +89,7 @@ def draw(shape: Sequence[int], dtype: mx.Dtype, mode: str, group: int) -> list[m
 
 
 def parameters(columns: int, outputs: int, group: int | None) -> bytes:
-    """GatherQmmParams of one expert, of which x and weights lie row by row; no group: dense weights."""
+    """GatherQmmParams of one expert, whose x and weights lie row by row; no group: dense weights."""
     weights = struct.pack("=5I4x12q", 0, 1, 1, 1, 1, *[0] * 12)
     groups = columns // group if group else 0
     shift = group.bit_length() - 1 if group else 0
@@ -100,7 +100,7 @@ def parameters(columns: int, outputs: int, group: int | None) -> bytes:
 
 @functools.cache
 def variant(op: str, type_name: str, mode: str, blocks: int) -> tuple[str, str]:
-    """A kernel whose tiles all have an expert and so many blocks of rows: counts do not tell which loop has run."""
+    """A kernel whose tiles all have an expert and `blocks` of rows: counts do not tell which loop has run."""
     file = f"moe/apple/{op}_tiles.metal"
     text = re.sub(r"(?m)^instantiate_types\(.*\n", "", frontend.flatten(file))
     text = text.replace("if (tile.expert < params.pairs.matrices) {", "if (true) {")
@@ -114,7 +114,7 @@ def variant(op: str, type_name: str, mode: str, blocks: int) -> tuple[str, str]:
 
 @functools.cache
 def tile(op: str, type_name: str, mode: str, group: int, blocks: int, columns: int) -> PredictedLaunch:
-    """A tile of so many blocks of rows by the outputs of one threadgroup."""
+    """A tile of `blocks` of rows by the outputs of one threadgroup."""
     dtype, _ = TYPES[type_name]
     rows = 8 * blocks
     outputs, stacks = (64, 1) if op == "gather_qmm" else (32, 2)
@@ -160,7 +160,7 @@ def tile_of_mlx(type_name: str, mode: str, group: int, rows: int, columns: int) 
 
 @functools.cache
 def dense_tile(type_name: str, blocks: int, columns: int) -> PredictedLaunch:
-    """A tile of so many blocks of rows by the outputs of one threadgroup, of dense experts."""
+    """A tile of `blocks` of rows by the outputs of one threadgroup, of dense experts."""
     dtype, _ = TYPES[type_name]
     rows, outputs = 8 * blocks, 64
     values: list[Any] = [mx.random.normal((n, columns)).astype(dtype) for n in (rows, outputs)]
@@ -184,7 +184,7 @@ def dense_tile_of_mlx(type_name: str, rows: int, columns: int) -> PredictedLaunc
 
 
 def product(mixture: Mixture, op: str, type_name: str, chip: Chip) -> Work:
-    """Our launch over tiles of all experts: gate, up and activation, or what comes down."""
+    """Our launch over tiles of all experts: gate, up and activation, or the product with down."""
     swiglu = op == "gather_swiglu"
     columns, outputs = (mixture.columns, mixture.hidden) if swiglu else (mixture.hidden, mixture.columns)
     of_tiles: dict[int, int] = {}
@@ -241,7 +241,7 @@ def sorting(experts: int, chosen: int) -> PredictedLaunch:
 
 
 def ours(mixture: Mixture, type_name: str, chip: Chip) -> list[Work]:
-    """What we launch."""
+    """Our launches."""
     rows, d = TOKENS * mixture.chosen, mixture.columns
     tiles = work_on(sorting(mixture.experts, mixture.chosen), chip)
     sums = Instructions(floats=8 * mixture.chosen, integers=8 * mixture.chosen, loads=2 * mixture.chosen)
@@ -255,7 +255,7 @@ def ours(mixture: Mixture, type_name: str, chip: Chip) -> list[Work]:
 
 
 def theirs(mixture: Mixture, type_name: str, chip: Chip) -> list[Work]:
-    """What mx launches for mlx-lm's layer."""
+    """mx's launches for mlx-lm's layer."""
     rows, d, h = TOKENS * mixture.chosen, mixture.columns, mixture.hidden
     small = elementwise(rows, 12 * rows)
     by_bytes = lambda count, arrays: elementwise(count, 2 * arrays * count)

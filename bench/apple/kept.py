@@ -1,4 +1,4 @@
-"""What a script found, kept in a JSON file, so that the next run goes on where this one ended."""
+"""Results of a script, kept in a JSON file, so that the next run goes on where this one ended."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mlx_mittens.apple.estimates import unit_product
 from mlx_mittens.apple.model import CONSTANTS, Prediction, predict
 
 REPORT = Path(__file__).resolve().parents[1] / "results" / "matrix-units.md"
-# Where a point does not say what it multiplies.
+# The types of a point that names none.
 _SIZE = 4096
 
 
@@ -26,7 +26,7 @@ class Point:
         chip: The chip.
         dtype: Of the operands.
         measured: TFLOP/s, or of integers TOP/s.
-        what: What was measured.
+        what: The name of the measurement.
         source: Who says so.
     """
 

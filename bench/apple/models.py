@@ -33,7 +33,7 @@ PATTERN = re.compile(r"(?<=<!-- models: begin -->\n).*?(?=<!-- models: end -->)"
 
 # Each chip with the GB of the largest memory that it is sold with.
 CHIPS = {"m1": 16, "m2-pro": 32, "m3-max": 128, "m4-max": 128, "m5": 32}
-PLANNED_FOR = "m2-pro"  # the launches are those of its plan, since simulating them takes minutes
+PLANNED_FOR = "m2-pro"  # all chips have the launches of its plan, since simulating them takes minutes
 USABLE = 0.75  # of a Mac's memory, by its GPU
 # Each model with the format of its weights, and their GB.
 MODELS = {

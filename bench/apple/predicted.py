@@ -30,7 +30,7 @@ OPS = (
     "scaled_dot_product_attention", "quantized_scaled_dot_product_attention",
     "rms_norm", "add_rms_norm", "layer_norm", "softmax",
 )  # fmt: skip
-# What the simulator runs in minutes.
+# Larger cases would take the simulator many minutes.
 MOST_BYTES = 40_000_000
 MOST_PRODUCTS = 1 << 29  # of the scores and the outputs of an attention
 FILE = Path(__file__).parents[1] / "results" / "predicted.md"

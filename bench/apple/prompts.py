@@ -79,7 +79,7 @@ Simulated = Sequence[PredictedLaunch]
 
 @dataclass(frozen=True)
 class Tile:
-    """Threadgroups of a kernel: what was simulated, and the rows and outputs of one."""
+    """Threadgroups of a kernel: the simulated ones, and the rows and outputs of one."""
 
     found: Simulated
     rows: int
@@ -177,7 +177,7 @@ def their_split_dense(dtype: mx.Dtype, text: str, rows: int) -> Tile:
 
 
 def time(tile: Tile, chip: Chip, size: tuple[int, int, int], moved: float) -> float:
-    """Microseconds of a product of rows, columns and outputs that moves so many bytes."""
+    """Microseconds of a product of rows, columns and outputs, by the bytes that it moves."""
     rows, columns, outputs = size
     threadgroups = -(-rows // tile.rows) * -(-outputs // tile.outputs)
     return predict(extended(tile.found, chip, columns, threadgroups, moved / 128), chip).microseconds
@@ -241,7 +241,7 @@ def their_splits(size: tuple[int, int, int]) -> int:
 
 
 def of_parts(tile: Tile, chip: Chip, size: tuple[int, int, int], parts: int, weight_bytes: float) -> float:
-    """Microseconds of a product whose columns are so many parts, with their sum in float32."""
+    """Microseconds of a product whose columns are split in parts, with their sum in float32."""
     rows, columns, outputs = size
     results = rows * outputs
     moved = 2 * rows * (columns + outputs) + columns * outputs * weight_bytes + 4 * parts * results

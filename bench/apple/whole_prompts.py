@@ -86,7 +86,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is simulated for one type."""
+    """The simulated launches of one type."""
 
     ours: Tile
     gated: Tile  # gate, up and the activation
@@ -134,7 +134,7 @@ def attention(side: Side, chip: Chip, layer: Layer) -> list[Work]:
 
 
 def maps(values: int, arrays: int) -> Work:
-    """A kernel that reads and writes so many arrays of so many values."""
+    """A kernel that reads and writes arrays of equal size."""
     return elementwise(values, arrays * BYTES * values)
 
 

@@ -1,6 +1,6 @@
-"""What the launches of each published point do: one function for each family of points.
+"""The work of each published point's launches: one function for each family of points.
 
-Bytes come with the points. Instructions are those of the kernels' inner loops. Of MLX's qmv_fast, gemv and two-pass
+Bytes come with the points. Instructions are of the kernels' inner loops. Of MLX's qmv_fast, gemv and two-pass
 attention they and the half registers were counted in the machine code that Mesa's compiler makes of them; of the rest
 they follow from the sources. Nothing here is fitted, and nothing asks which point it is.
 """
@@ -52,7 +52,7 @@ class Point:
 
     Attributes:
         time_us: The time as published, or derived from a published rate.
-        overhead_us: What of it is the host's: the round trip of an `mx.eval` in the same table.
+        overhead_us: The host's part of it: the round trip of an `mx.eval` in the same table.
         bytes: Bytes that the kernel has to read and write; 0 where unknown.
         flops: Operations of products.
         first_model_us: Prediction of an earlier model, for comparison.
@@ -122,7 +122,7 @@ def _gemm(point: Point, chip: Chip) -> Launches:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Major and minor of MLX's version. A table without a version is older than those with one."""
+    """Major and minor of MLX's version. A table without a version is older than all tables with one."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -174,7 +174,7 @@ def _layer_norm(point: Point, chip: Chip) -> Launches:
 
 
 def _mapped(point: Point, chip: Chip) -> Launches:
-    """ReLU, Sigmoid and a copy: bytes are those of the input and of the output."""
+    """ReLU, Sigmoid and a copy: the bytes of the input and of the output."""
     each = Instructions(floats=1, exponentials=1, reciprocals=1) if "Sigmoid" in point.shape else Instructions(floats=1)
     return [(elementwise(point.bytes / 8, point.bytes, each), 1)]
 
@@ -244,7 +244,7 @@ def _qmm(point: Point, chip: Chip) -> Launches:
 
 
 def _widened(dtype: str, chip: Chip) -> Instructions:
-    """What a bfloat16 operand costs: M1 and M2 shift it into a float."""
+    """Instructions for a bfloat16 operand: M1 and M2 shift it into a float."""
     if "float16" in dtype and "bfloat16" not in dtype or chip.native_bfloat:
         return Instructions()
     return Instructions(multiplies=1)
@@ -332,7 +332,7 @@ def _launch(point: Point, chip: Chip) -> Launches:
     return [(Work(), _numbers(point.shape)[0])]
 
 
-# What a weight takes of a simdgroup's lane: 16-bit weights are operands, 8-bit ones are converted, 4-bit ones masked.
+# Instructions of a lane for a weight: 16-bit weights are operands, 8-bit ones are converted, 4-bit ones masked.
 _OF_A_WEIGHT = {
     "F16": Instructions(),
     "Q8_0": Instructions(conversions=1),
@@ -415,7 +415,7 @@ def predict_point(
     Args:
         point: The point.
         constants: The model's numbers.
-        chip: A chip in the place of the point's, for example without what was measured on it.
+        chip: A chip in the place of the point's, for example without its measured constants.
         works: The launches, if they are there already.
     """
     parts = launches(point) if works is None else works

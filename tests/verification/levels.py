@@ -44,10 +44,10 @@ class Level:
 
     Attributes:
         name: As the documentation has it.
-        shows: What it proves of a variant.
+        shows: The property that it proves of a variant.
         verified: Runs the check; returns the variants that pass.
         missing: What keeps it from being done here, or an empty string.
-        concerned: The variants that are to pass: all, or those that NVIDIA's plans launch.
+        concerned: The variants that are to pass: all, or only the ones that NVIDIA's plans launch.
     """
 
     name: str
@@ -181,7 +181,7 @@ def machine_code_rows() -> dict[str, dict[str, str]]:
 
 
 def spilling() -> set[str]:
-    """The variants that spill registers, of those that Apple's plans launch."""
+    """The variants that spill registers, among the ones that Apple's plans launch."""
     files = kernels.for_apple()
     return {
         name for name, row in machine_code_rows().items() if row["spills"] != "0" and name.partition(":")[0] in files
@@ -194,7 +194,7 @@ def listed(file: Path) -> set[str]:
 
 
 def known_to_spill() -> set[str]:
-    """Those that are known to, and are to be mended."""
+    """Variants that are known to spill, and are to be mended."""
     return listed(SPILLS)
 
 

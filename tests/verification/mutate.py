@@ -42,7 +42,7 @@ SECONDS = 300
 
 @dataclass(frozen=True)
 class Scope:
-    """What is run on each mutant: element types, one after the other, and cases of at most so many elements."""
+    """The runs on each mutant: element types, one after the other, and cases up to a number of elements."""
 
     dtypes: tuple[str, ...] = ("float16", "float32", "bfloat16")
     elements: int = 400_000
@@ -64,7 +64,7 @@ class Mutant:
         return f"{self.file}:{self.line}"
 
 
-# Where nothing is mutated: what is not executed, and arrays' sizes, which may be larger without harm.
+# Where nothing is mutated: code that is not executed, and arrays' sizes, which may be larger without harm.
 _NO_CODE = re.compile(r"^\s*(//|#|template|instantiate|using|struct|static_assert|namespace)|\[\[|operator")
 _DECLARATION = re.compile(r"^\s*(?:const |threadgroup |thread )*[\w:]+(?:<[^;=]*>)? \w+\[")
 _SIZE = r"(?:columns|rows|splits|threads|simdgroups|chunks|packs\w*|stride\w*|shape\w*|N|L|R|32)"
@@ -203,7 +203,7 @@ class _FirstFailure:
 
 
 def _failing_test(ops: set[str], tiles: bool) -> str:
-    """The first of the suite's tests in the simulator that fails: those of these ops, and of the tile library."""
+    """The first test in the simulator that fails, among the tests of these ops and of the tile library."""
     import pytest
 
     from mlx_mittens import _ext, specs
@@ -236,7 +236,7 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
         folder: Where the mutant's kernels are put.
 
     Returns:
-        tuple[str, str]: ``killed``, ``survived`` or ``stillborn`` (it does not compile), and what was seen.
+        tuple[str, str]: ``killed``, ``survived`` or ``stillborn`` (it does not compile), and how.
     """
     import mlx.core as mx
     import numpy as np
@@ -319,7 +319,7 @@ def key(mutant: Mutant) -> str:
 def run(
     chosen: list[Mutant], jobs: int, scope: Scope = Scope(), log: Path | None = None
 ) -> list[tuple[Mutant, str, str]]:
-    """Judges mutants; their fates in order. Those that the log has are taken from there, the others added to it."""
+    """Judges mutants; their fates in order. Fates that the log has are taken from there, the others added to it."""
     from helpers.log import add, entries
 
     known = {}

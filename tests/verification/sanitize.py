@@ -37,7 +37,7 @@ WHOLE = (
     "vmap",
     "zero_sizes",
 )
-# Those of the simulator, of plans and of users' kernels run once: no instruction set changes them.
+# Tests of the simulator, of plans and of users' kernels run once: no instruction set changes them.
 ONCE = (
     "expert_tiles",
     "normed_mixture",
@@ -81,11 +81,11 @@ NATIVE = sorted(path for path in UNIT.rglob("test_*.py") if name_of(path) not in
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """How to build with sanitizers, and how to run what was built.
+    """How to build with sanitizers, and how to run the build.
 
     Attributes:
         checks: What -fsanitize= takes.
-        libraries: Those of the compiler that have to be loaded before Python.
+        libraries: Libraries of the compiler that have to be loaded before Python.
         options: Environment variables of the run.
     """
 
@@ -100,7 +100,7 @@ SANITIZERS = {
         # libstdc++, since ASan looks for the function that throws before the extension brings it.
         ("libasan.so", "libubsan.so", "libstdc++.so.6"),
         {
-            # Python keeps what it made until it exits. A huge allocation is std::bad_alloc, as it is without ASan.
+            # Python keeps objects until it exits. A huge allocation is std::bad_alloc, as it is without ASan.
             # GCC 13 does not align the frames that detect a use after return to the 64 bytes of AVX-512 vectors.
             "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:detect_stack_use_after_return=0",
             "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -147,14 +147,14 @@ def build(name: str) -> Path:
 
 
 def environment(name: str) -> dict[str, str]:
-    """That of a process that loads the extension."""
+    """The environment of a process that loads the extension."""
     sanitizer = SANITIZERS[name]
     compiler = os.environ.get("CXX", "c++")
 
     def path_of(library: str) -> str:
         found = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True, text=True, check=True)
         path = found.stdout.strip()
-        if path == library:  # What a compiler prints that does not have it.
+        if path == library:  # a compiler without it prints its name
             sys.exit(f"{compiler} has no {library}: install the one of its version")
         return path
 
@@ -170,7 +170,7 @@ INSTRUCTION_SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "baseline", "dotp
 
 
 def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:
-    """Those that this machine has, the best one first.
+    """The instruction sets that this machine has, the best one first.
 
     Raises:
         subprocess.CalledProcessError: The extension cannot be imported, or a sanitizer reports something.
@@ -195,7 +195,7 @@ def tests(names: Iterable[str]) -> list[str]:
 
 
 def commands(name: str, cases: int, jobs: int) -> Iterator[tuple[bool, list[str]]]:
-    """What to run, as arguments of Python, and whether for each instruction set."""
+    """The runs, as arguments of Python, and whether each is for all instruction sets."""
     pytest = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--numprocesses={jobs}", "--durations=0"]
     fuzz = ["-m", "verification.fuzz", f"--jobs={jobs}", "--log=/dev/null"]
     if name == "thread":
@@ -225,7 +225,7 @@ def main() -> None:
         )
     for instructions in asked:
         for for_each, command in commands(arguments.sanitizer, arguments.cases, arguments.jobs):
-            # What is no instruction set's own runs with the best one.
+            # Tests of no instruction set's own code run with the best one.
             if not for_each and instructions != sets[0]:
                 continue
             print(f"{instructions}: python {' '.join(command)}", flush=True)

@@ -1,4 +1,4 @@
-"""A minute of fuzzing, by a fixed seed, and the nightly run; and that the fuzzer sees what is wrong."""
+"""A minute of fuzzing, by a fixed seed, and the nightly run; and that the fuzzer sees faults."""
 
 import dataclasses
 import os

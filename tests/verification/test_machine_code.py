@@ -1,4 +1,4 @@
-"""The level of Apple's machine code: every variant compiles, none spills but those that are known to."""
+"""The level of Apple's machine code: every variant compiles, and only known ones spill."""
 
 import pytest
 from helpers import scripts
@@ -10,7 +10,7 @@ from mlx_mittens.bench import mlx_instances
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
 STALE = "run python bench/agx.py"
-SAMPLE = 24  # of so many kernels one is compiled again by default
+SAMPLE = 24  # one of this many kernels is compiled again by default
 
 
 agx = scripts.load("agx")

@@ -27,7 +27,7 @@ def libmlx(site) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def core(site, tmp_path_factory) -> pathlib.Path:
-    """What the extensions share. It is examined and never run, so it is not optimized."""
+    """The library that the extensions share. It is examined and never run, so it is not optimized."""
     return macos_extension.build_core(site, tmp_path_factory.mktemp("core"), "-O0")
 
 
@@ -61,7 +61,7 @@ def wheel(core, extension, tmp_path_factory) -> pathlib.Path:
 
 
 def test_a_mac_can_use_the_wheel(wheel, libmlx):
-    """Its tag, what is in it, and of the extension: processor, macOS, rpath, libraries, symbols."""
+    """Its tag, its files, and of the extension: processor, macOS, rpath, libraries, symbols."""
     assert macos_wheel.releases(wheel) == [NEWEST]
     assert macos_wheel.problems(wheel, {NEWEST: libmlx}) == []
     with zipfile.ZipFile(wheel) as archive:
@@ -73,7 +73,7 @@ def test_a_mac_can_use_the_wheel(wheel, libmlx):
     assert not [name for name in names if name.endswith(".metallib")]
 
 
-# A fault of a wheel, and what is said of it.
+# A fault of a wheel, and its message.
 FAULTS = {
     "a missing file": (lambda files: files.pop("mlx_mittens/metal/norm/softmax.metal"), "softmax.metal is missing"),
     "a missing plugin": (lambda files: files.pop("mlx_mittens_pytest.py"), "mlx_mittens_pytest.py is missing"),

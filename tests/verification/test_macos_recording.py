@@ -1,4 +1,4 @@
-"""The macOS dispatch code, run on Linux over a recording device: the simulator executes what it recorded."""
+"""The macOS dispatch code, run on Linux over a recording device: the simulator executes the recording."""
 
 import ctypes
 import dataclasses
@@ -42,7 +42,7 @@ def test_what_the_macos_code_gets_wrong_shows():
             _ext.simulator_host("")
 
 
-# Runs a tiny Llama in a process of its own, through the macOS code: what was compiled, and what was launched.
+# Runs a tiny Llama in a process of its own, through the macOS code: prints compilations and launches.
 TINY_LLAMA = """
 import json, sys
 import mlx.core as mx
@@ -76,7 +76,7 @@ def test_a_tiny_llama_compiles_the_kernels_that_it_uses_and_no_other():
     assert sorted(named) == sorted(f"mlx_mittens_{file}_{kernel}" for file, kernel in used)
 
 
-# Runs an op through the macOS code over a compiler that takes so many seconds for each library.
+# Runs an op through the macOS code over a compiler that takes seconds for each library.
 SLOW = """
 import ctypes, sys
 import mlx.core as mx
@@ -127,7 +127,7 @@ def test_matrix_units_need_their_gpu_and_their_macos(native, lenient, monkeypatc
     library.mittens_has_matrix_units.restype = ctypes.c_bool
     found = library.mittens_has_matrix_units(architecture.encode(), *macos)
     assert found == (chip == "m5" and macos >= (26, 2))
-    # The plans for a Mac of which the macOS code says so.
+    # The plans for the Mac that the macOS code reports.
     name = f"{chip}-{'with' if found else 'without'}-matrix-units"
     gpu = dataclasses.replace(gpus.named(chip), name=name, matrix_units=found)
     monkeypatch.setattr(gpus, "named", lambda _: gpu)

@@ -1,4 +1,4 @@
-"""The GPU's level that needs no GPU: the PTX of every variant assembles, and keeps what it computes in registers."""
+"""The GPU's level that needs no GPU: the PTX of every variant assembles, and spills no registers."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from mlx_mittens import frontend
 from mlx_mittens.frontend import build, ptxas
 
 STALE = "run python bench/registers.py"
-SAMPLE = 24  # of so many calls of clang one is made again by default, and what it compiles is assembled
+SAMPLE = 24  # one of this many calls of clang is made again by default, and its kernels are assembled
 
-# What a threadgroup may have in Metal.
+# A threadgroup's limit in Metal.
 MOST_SHARED = 32 * 1024
 
 needs_ptxas = pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip install nvidia-cuda-nvcc")

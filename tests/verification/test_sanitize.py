@@ -60,7 +60,7 @@ def test_every_part_is_run(part):
 
 @pytest.mark.parametrize("path", sorted(sanitize.UNIT.rglob("test_*.py")), ids=lambda path: path.name)
 def test_every_unit_test_is_in_one_part(path):
-    """Where a test has the executor for a parameter, it is run natively; what has no native test is named elsewhere."""
+    """Where a test has the executor for a parameter, it is run natively; others are named elsewhere."""
     name = sanitize.name_of(path)
     parts = [part for part in ("WHOLE", "ONCE", "LEFT_OUT") if name in getattr(sanitize, part)]
     parts += ["NATIVE"] * (path in sanitize.NATIVE)

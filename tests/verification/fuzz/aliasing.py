@@ -26,7 +26,7 @@ ALIASES: dict[str, Callable[..., object]] = {
     "reshaped": lambda a: a.reshape(-1, WIDTH),
     "one more axis": lambda a: a[None],
 }
-# And those that only mx knows, whose numbers are the cache's.
+# And buffers that only mx knows, whose numbers are the cache's.
 COPIES: dict[str, Callable[[mx.array], object]] = {
     "contiguous": mx.contiguous,
     "cast to its type": lambda a: a.astype(mx.float32),
@@ -38,7 +38,7 @@ COPIES: dict[str, Callable[[mx.array], object]] = {
 
 
 class _Cache:
-    """Keys or values, and in numpy what they hold."""
+    """Keys or values, and their numbers in numpy."""
 
     def __init__(self, draw: Draw, key_heads: int):
         self.expected = draw.rng.standard_normal((1, key_heads, CAPACITY, WIDTH)).astype(np.float32)

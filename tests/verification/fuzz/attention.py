@@ -27,7 +27,7 @@ MASKS = ("none", "none", "causal", "bool", "few hidden", "hardly any", "additive
 
 @dataclass
 class Shape:
-    """What a call of attention is of."""
+    """The sizes and options of a call of attention."""
 
     batch: int
     heads: int
@@ -77,7 +77,7 @@ def _mask(draw: Draw, shape: Shape, dtype: mx.Dtype) -> tuple[str, None | str | 
 
 
 def _has_gradients(kind: str, mask: None | str | mx.array) -> bool:
-    """Whether mx differentiates the reference: its gradient of `where` is NaN where what is not chosen is."""
+    """Whether mx differentiates the reference: its gradient of `where` is NaN where the other branch is."""
     masked = isinstance(mask, mx.array)
     return kind not in ("hardly any", "additive -inf") and not (masked and np.isnan(to_float64(mask)).any())
 

@@ -129,7 +129,7 @@ def rope_append(draw: Draw) -> Case:
 
 
 def quantized_rope_append(draw: Draw) -> Case:
-    """Buffers are compared as what they stand for: of these the twin's own distance is that of its quantization."""
+    """Buffers are compared unpacked: there the twin is off by its own quantization."""
     dtype, eps = draw.dtype(), float32(1e-6)
     group_size, bits = draw.pick((32, 32, 64, 64, 128)), draw.pick((2, 3, 4, 4, 5, 6, 8, 8))
     width = group_size * draw.pick((1, 1, 2, 3))
@@ -159,7 +159,7 @@ def quantized_rope_append(draw: Draw) -> Case:
         return queries, dequantized(keys), dequantized(values)
 
     def before() -> list[mx.array]:
-        """What the buffers stand for, in float64."""
+        """The unpacked buffers, in float64."""
         return [mx.array(specs.dequantized(*arrays[i : i + 3], group_size, bits), mx.float64) for i in (1, 4)]
 
     def turned(heads: mx.array, norms: Sequence[mx.array]) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""One random call of an op, with what it is compared to."""
+"""One random call of an op, with its reference."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Tolerance:
     Attributes:
         units: Units in the last place.
         noise: What rounding on the way makes, an element or all of them: as derived by the case.
-        whole: Whether a unit is that of the array's largest number: gradients sum up what cancels.
+        whole: Whether a unit is the largest number's: gradients sum up terms that cancel.
     """
 
     units: float = 4.0
@@ -48,9 +48,9 @@ def unit_in_the_last_place(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
 def difference(
     ours: mx.array, exact: np.ndarray, twin: mx.array | None, tolerance: Tolerance, finite_only: bool = False
 ) -> str | None:
-    """What is wrong with a result, or None.
+    """The fault of a result, or None.
 
-    Right is what is within the tolerance, or within twice the error of mx's op, or beyond the type's range as the exact
+    Right is a result within the tolerance, or within twice the error of mx's op, or past the type's range as the exact
     number is. Where the exact result is NaN or infinite, one of these is right: which one, the order of sums decides.
 
     Args:
@@ -117,7 +117,7 @@ def first_difference(
     tolerances: Sequence[Tolerance],
     finite_only: bool = False,
 ) -> str | None:
-    """What is wrong with the first of several results that is not right."""
+    """The fault of the first of several results that is not right."""
     if len(results) != len(exact):
         return f"{len(results)} results, expected {len(exact)}"
     for i, (ours, value, tolerance) in enumerate(zip(results, exact, tolerances)):

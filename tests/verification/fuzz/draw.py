@@ -1,4 +1,4 @@
-"""What a case is drawn from: sizes, element types, numbers, and arrays that hold them."""
+"""Draws the parts of a case: sizes, element types, numbers, and arrays that hold them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def type_name(dtype: mx.Dtype) -> str:
 
 
 def promoted(*dtypes: mx.Dtype) -> mx.Dtype:
-    """The type of a result: that of all arguments, or float32 where they differ."""
+    """The type of a result: the arguments', or float32 where they differ."""
     return dtypes[0] if len(set(dtypes)) == 1 else mx.float32
 
 
@@ -47,7 +47,7 @@ class Draw:
     Attributes:
         rng: Their source.
         gpu: Whose GPUs the simulator stands for, or None where native code runs.
-        index: The number of the case, for what all cases together have to cover.
+        index: The number of the case, for choices that all cases together have to cover.
         layouts: How each drawn array lies in memory, for the case's description.
     """
 
@@ -125,7 +125,7 @@ class Draw:
 
 
 def describe(arrays: Sequence[mx.array], draw: Draw, **choices: Any) -> str:
-    """One line that says what was drawn."""
+    """One line that describes the draw."""
     shapes = " ".join(f"{type_name(a.dtype)}{list(a.shape)}" for a in arrays)
     options = " ".join(f"{name}={value}" for name, value in choices.items())
     return f"{shapes} {options} ({', '.join(draw.layouts)})"

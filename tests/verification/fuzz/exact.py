@@ -67,7 +67,7 @@ def attention(
     sinks: mx.array | None,
     window: int | None,
 ) -> mx.array:
-    """Attention in which what a query does not see matters nothing, whatever it holds.
+    """Attention in which keys and values that a query does not see do not matter, even NaN.
 
     A query that sees a NaN or an infinity gets NaN; one that sees no key gets 0.
     """
@@ -88,7 +88,7 @@ def attention(
     weights = weights / (total if sinks is None else total + mx.exp(sinks - most))
     finite = mx.isfinite(v)
     if seen is not None:
-        # That of a hidden key is 0 also where another score of the row is NaN, or where the row sees nothing.
+        # A hidden key's weight is 0 also where another score of the row is NaN, or where the row sees nothing.
         weights = mx.where(seen, weights, mx.array(0.0, FLOAT64))
     if seen is None or mx.all(finite).item():
         return weights @ v

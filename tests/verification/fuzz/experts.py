@@ -45,7 +45,7 @@ class Format:
 
     @property
     def columns(self) -> int:
-        """Of which those of a matrix are a multiple."""
+        """The number that a matrix's columns are a multiple of."""
         return max(32, self.group_size)
 
     def draw(self, draw: Draw, shape: Sequence[int], dtype: mx.Dtype) -> list[mx.array]:
@@ -80,13 +80,13 @@ class Format:
         return np.where(np.repeat(np.array(arrays[1]) == 0, self.group_size, -1), size, 0.0)
 
     def overflow(self, draw: Draw, x: np.ndarray) -> np.ndarray | float:
-        """Kernels multiply with what is packed, at most 448, and scale the sums of a group afterwards."""
+        """Kernels multiply with packed values, at most 448, and scale the sums of a group afterwards."""
         return overflow(max(2**self.bits - 1, 448) * x.sum(-1, keepdims=True)) if draw.gpu else 0.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Tokens, of which each goes to some of the experts."""
+    """Tokens that each go to some of the experts."""
 
     tokens: int
     chosen: int
@@ -165,7 +165,7 @@ def _in_float64(weights: Sequence[mx.array]) -> list[mx.array]:
 
 
 def _finite_size(values: mx.array) -> np.ndarray:
-    """Absolute values, with 0 for what is infinite or no number."""
+    """Absolute values, with 0 for infinity and NaN."""
     return np.abs(np.nan_to_num(np.array(values), posinf=0, neginf=0))
 
 
@@ -319,7 +319,7 @@ def gather_sum(draw: Draw) -> Case:
         of_products = _errors(draw, form, choice, arrays[0][..., None, :], wide, indices)[..., 0, :]
         of_bias = size_of(arrays[-1]).max(0, initial=0) if len(arrays) > 3 + count else 0.0
         errors = of_products + 4 * EPSILON32 * of_bias
-        if rounds_terms:  # as the native code and the composition do, and those with a bias
+        if rounds_terms:  # as the native code and the composition do, and kernels with a bias
             terms = _product(form, choice, True)(arrays[0].astype(mx.float64)[..., None, :], wide, indices)
             size = _finite_size(terms)[..., 0, :]
             types = [a.dtype for a in arrays if a.dtype in FLOATS]
@@ -452,7 +452,7 @@ def mixture(draw: Draw) -> Case:
         return y if shared is None else y + mx.sigmoid(parts(arrays)[1]) * shared
 
     def noise() -> list[np.ndarray | float]:
-        """What is between the launches is rounded, and so are weights, and products that are launches of their own."""
+        """Arrays between the launches are rounded, and so are weights, and products that are launches of their own."""
         wide = [a if a.dtype == mx.uint32 else a.astype(mx.float64) for a in arrays]
         triples, logits, bias = parts(wide)
         each = [np.abs(np.array(exact.dequantize(*triple, form.group_size, form.bits))) for triple in triples]

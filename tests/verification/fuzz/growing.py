@@ -1,4 +1,4 @@
-"""mlx-lm's caches from the first prompt on: what a patched or a converted model appends, beside mlx-lm in float32."""
+"""mlx-lm's caches from the first prompt on: appends of a patched or a converted model, beside mlx-lm in float32."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _small_steps() -> Iterator[None]:
 
 
 def _maker(draw: Draw, kind: str, width: int) -> tuple[int, str, Callable[[], Any]]:
-    """The rows of a batch, what else was drawn, and what makes a cache."""
+    """The rows of a batch, the other draws, and a function that makes a cache."""
     from mlx_lm.models import cache
 
     most, rows = draw.pick((2, 5, 8, 16, 17, 40)), draw.pick((1, 1, 2, 3))
@@ -127,7 +127,7 @@ def growing_caches(draw: Draw) -> Trial:
         return results, made
 
     def values_of(results: list[mx.array], made: Any) -> list[np.ndarray]:
-        """Arrays in float64; of a quantized cache what its words stand for."""
+        """Arrays in float64; of a quantized cache, its words unpacked."""
         if kind != "quantized":
             return [to_float64(a) for a in results]
         first, rest = results[: len(results) % 3], results[len(results) % 3 :]
@@ -135,7 +135,7 @@ def growing_caches(draw: Draw) -> Trial:
         return [to_float64(a) for a in (*first, *whole)]
 
     def limits(tokens: int, made: Any) -> tuple[float, float]:
-        """Of queries, and of what a cache holds."""
+        """Of queries, and of a cache's keys and values."""
         size = max(float(np.abs(to_float64(a)).max(initial=0)) for fresh in heads for a in fresh)
         turned = max(float(np.abs(to_float64(w)).max()) for w in weights) * width**0.5 if normed else size
         turned *= 2**0.5

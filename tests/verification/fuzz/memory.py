@@ -1,4 +1,4 @@
-"""Programs that run on and on: what they hold does not grow."""
+"""Programs that run on and on: their memory does not grow."""
 
 from __future__ import annotations
 

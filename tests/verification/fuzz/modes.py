@@ -26,7 +26,7 @@ MODES = {
     "vmap": 0.1,
 }
 GRADIENTS = ("vjp", "jvp", "second order")
-# Of these every so many are taken in a function that is compiled for all shapes.
+# One of this many is called in a function that is compiled for all shapes.
 SHAPELESS = {"vjp": 0.3, "jvp": 0.3}
 
 # How often the float64 gradient is taken at inputs moved by half a unit each, and how many such moves are allowed:
@@ -34,7 +34,7 @@ SHAPELESS = {"vjp": 0.3, "jvp": 0.3}
 MOVES = 16
 ALLOWED_MOVES = 16
 
-# What a gradient may be off, by root mean squares, however little rounding explains.
+# The error that a gradient may always have, by root mean squares.
 WORST_GRADIENT = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 8e-2}
 
 Function = Callable[..., "tuple[mx.array, ...]"]
@@ -70,11 +70,11 @@ def evaluated(function: Function, arrays: Sequence[mx.array] = ()) -> tuple[mx.a
 
 
 class OpFailed(Exception):
-    """What an op raised, and not what compares its results."""
+    """An op's own exception, not one of comparing its results."""
 
 
 def _attempted(call: Callable[[], Result]) -> Result:
-    """What a call of an op gives."""
+    """The result of a call of an op."""
     try:
         return call()
     except Exception as error:
@@ -95,7 +95,7 @@ def try_evaluate(function: Function | None, arrays: Sequence[mx.array] = ()) -> 
 
 
 def run(case: Case, mode: str, draw: Draw) -> str | None:
-    """What is wrong with a case in a mode, or None."""
+    """The fault of a case in a mode, or None."""
     how = {"forward": _forward, "compiled": _forward, "shapeless": _forward, "vmap": _vmap}.get(mode, _gradients)
     drawn = copy.deepcopy(draw)
     try:
@@ -103,9 +103,9 @@ def run(case: Case, mode: str, draw: Draw) -> str | None:
     except OpFailed as failure:
         error = failure.__cause__
         if case.empty and (isinstance(error, ValueError) and str(error).startswith("[") or "NYI" in str(error)):
-            return None  # an op may refuse what has no elements, if it says so; and mx what it has not implemented
+            return None  # an op may refuse empty arrays, if it says so; and mx calls that it has not implemented
         if not case.empty and case.twin is not None and _twin_fails(case, how, mode, drawn):
-            return None  # what mx refuses, ours may
+            return None  # ours may refuse calls that mx refuses
         return str(failure)
 
 
@@ -290,7 +290,7 @@ def _root_mean_square(a: np.ndarray) -> float:
 
 
 def _relative_error(a: mx.array | np.ndarray, exact: np.ndarray) -> float:
-    """The root mean square of the error, relative to that of the exact numbers."""
+    """The root mean square of the error, relative to the exact numbers'."""
     result = to_float64(a) if isinstance(a, mx.array) else a
     finite = np.isfinite(exact) & np.isfinite(result)
     error, size = (_root_mean_square(v[finite]) for v in (result - exact, exact))
@@ -319,7 +319,7 @@ def _gradients_of_nothing(results: Sequence[mx.array], like: Sequence[mx.array])
 
 
 def _vmap(case: Case, mode: str, draw: Draw) -> str | None:
-    """Some of the arguments are batched, along any axis; the results are those of a loop."""
+    """Some of the arguments are batched, along any axis; the results are as of a loop."""
     count = draw.integer(1, 3)
     axes: list[int | None] = [None] * len(case.arrays)
     batched = list(case.arrays)

@@ -37,7 +37,7 @@ def _vector(draw: Draw, shape: list[int], dtype: mx.Dtype) -> mx.array:
 
 
 def _rounded(a: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Numbers in float64 as their type rounds them; derivatives are those of numbers that are not rounded."""
+    """Numbers in float64 as their type rounds them; derivatives are of unrounded numbers."""
     rounded = a.astype(mx.float32).astype(dtype).astype(mx.float64)
     return a + mx.stop_gradient(mx.where(mx.isfinite(rounded), rounded - a, mx.array(0.0, mx.float64)))
 
@@ -56,7 +56,7 @@ def _mx_rms_norm(x: mx.array, weight: mx.array | None, offset: float, eps: float
 
 
 def _root(a: np.ndarray, eps: float) -> np.ndarray:
-    """What a norm divides its rows by."""
+    """The divisors of a norm's rows."""
     return np.sqrt((a * a).mean(-1, keepdims=True) + eps)
 
 
@@ -143,7 +143,7 @@ def layer_norm(draw: Draw) -> Case:
         size = np.abs(centred) * scale
         step = EPSILON[promoted(*(a.dtype for a in arrays))]
         total = 4 * EPSILON32 * size + 4 * off * scale + 2 * step * size
-        # A row of one value is 0 / 0 without eps, and its mean is rounded: what is left of x - mean is normed to 1.
+        # A row of one value is 0 / 0 without eps, and its mean is rounded: the error in x - mean is normed to 1.
         is_rounding = (np.abs(centred) <= off).all(-1, keepdims=True)
         undefined = is_rounding & (eps <= off**2) & np.isfinite(off)
         return [np.where(undefined, np.inf, np.where(np.isfinite(total), total, 0))]
@@ -177,7 +177,7 @@ def add_rms_norm(draw: Draw) -> Case:
         return mx.fast.rms_norm(total, weight, eps), total
 
     def in_float64(x: mx.array, residual: mx.array, weight: mx.array | None = None) -> tuple[mx.array, mx.array]:
-        # What is normed is the sum as it was rounded to its type.
+        # The sum is rounded to its type before it is normed.
         total = _rounded(x + residual, sum_dtype)
         return exact.rms_norm(total, weight, eps), total
 
@@ -223,7 +223,7 @@ def norm_add_norm(draw: Draw) -> Case:
         return exact.rms_norm(total, _scaled(next_weight, offsets[1]), eps), total
 
     def noise() -> list[np.ndarray | float]:
-        # What the first norm rounds moves the sum, and by it the second norm's scale and its numbers.
+        # The first norm's rounding moves the sum, and by it the second norm's scale and its numbers.
         x, residual, weight, next_weight = (None if a is None else to_float64(a) for a in parts(*arrays))
 
         def normed(a: np.ndarray, w: np.ndarray | None, offset: float) -> np.ndarray:

@@ -28,7 +28,7 @@ def is_undone() -> bool:
 
 
 def _right_calls() -> tuple[dict[str, tuple[list[Any], dict[str, Any]]], list[Any]]:
-    """A right call of each function, and what may stand in the place of an argument."""
+    """A right call of each function, and substitutes for its arguments."""
     x, weight, q = mx.ones((3, 64)), mx.ones((64,)), mx.ones((1, 2, 3, 64))
     words, scales, biases = mx.quantize(mx.ones((8, 64)), group_size=32, bits=4)
     calls = {

@@ -30,7 +30,7 @@ def size_of(a: mx.array) -> np.ndarray:
 
 
 def moved(draw: Draw, x: mx.array) -> np.ndarray:
-    """How far rounding moves a product with packed weights, by the element of x: that of its sums, and of x itself.
+    """How far rounding moves a product with packed weights, by the element of x: rounding of its sums, and of x itself.
 
     Native code rounds a row of x in a half type to integers of 16 bits. Each scale serves some columns, so the largest
     element of the row bounds the error.
@@ -372,7 +372,7 @@ def draw_blocks(draw: Draw, outputs: int, columns: int, kind: str, wild: bool) -
 
 
 def size_of_blocks(blocks: mx.array, kind: str) -> np.ndarray:
-    """A bound of the terms that weights are computed from: a scale times an integer, and what is taken off it.
+    """A bound of the terms that weights are computed from: a scale times an integer, and the number subtracted from it.
 
     Both are less than three times the largest weight of a block, whose integers are random.
     """

@@ -43,14 +43,14 @@ def _seen(mask: mx.array | None, t: int) -> mx.array | None:
 
 
 def _noise(exact: Sequence[Exact], steps: int, columns: int, rounded: float) -> list[np.ndarray | float]:
-    """Of sums in float32, whose terms have so large sizes; and of y, parts of which are rounded to its type."""
+    """Of sums in float32, by the sizes of their terms; and of y, which is in parts rounded to its type."""
     sums = 4 * EPSILON[mx.float32] * (steps + 8 + columns / 16)
     y, state = (e.magnitude for e in exact)
     return [y * (sums + rounded) + overflow(y), state * sums + overflow(state)]
 
 
 def _correcting(exact: Sequence[Exact], arrays: Sequence[np.ndarray], mask: np.ndarray | None) -> list[Exact]:
-    """With the sizes of all terms: a correction is a difference, of which less may be left than of its rounding."""
+    """With the sizes of all terms: a correction is a difference, which may be smaller than its rounding error."""
     q, k, v, gates, rates = (np.abs(a) for a in arrays[:5])
     group = v.shape[2] // k.shape[2]
     q, k = q.repeat(group, 2), k.repeat(group, 2)
@@ -146,7 +146,7 @@ def gated_delta_update(draw: Draw) -> Case:
 
 
 def gated_delta_token(draw: Draw) -> Case:
-    """A token of a layer, with few numbers: those of a head go through norms, which magnify what is left of them."""
+    """A token of a layer, with few numbers: a head's go through norms, which magnify small ones."""
     batch, _, key_heads, heads, rows, columns = _sizes(draw)
     rows, columns, taps, dtype = max(rows, 1), max(columns, 1), draw.pick((2, 3, 4, 4, 4, 5)), draw.dtype()
     keys, per_head = (batch, key_heads, columns), (batch, key_heads, heads // key_heads)

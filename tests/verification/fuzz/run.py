@@ -26,7 +26,7 @@ NIGHTLY = {"native": 10_000, "apple": 1_000, "nvidia": 1_000}
 
 
 def commit() -> str:
-    """What is checked out, marked where files differ from it."""
+    """The commit that is checked out, marked where files differ from it."""
     options = {"cwd": ROOT, "capture_output": True, "text": True}
     found = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], **options)
     return found.stdout.strip() or "unknown"
@@ -62,7 +62,7 @@ class Log:
 
 
 def run(wanted: list[Chunk], log: Log, jobs: int) -> dict[Chunk, Outcome]:
-    """Runs the chunks that are not in the log, each in one of so many child processes."""
+    """Runs the chunks that are not in the log, each in one of several child processes."""
     missing = [chunk for chunk in wanted if chunk not in log.done]
     free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 

@@ -19,7 +19,7 @@ from mlx_mittens.specs.sampling import PENALTIES, adjusted, first_largest, gumbe
 EPSILON32 = EPSILON[mx.float32]
 MODES = {"forward": 0.5, "compiled": 0.15, "state": 0.15, "vmap": 0.2}
 
-# How far the share of a logit may be from float64: sums of up to 2^20 exponentials, each of which is rounded.
+# How far the share of a logit may be from float64: sums of up to 2^20 rounded exponentials.
 SHARE = 1e-5
 
 
@@ -75,7 +75,7 @@ def _shape(draw: Draw) -> list[int]:
 def _wrong_row(
     x: np.ndarray, dtype: mx.Dtype, noise: np.ndarray, options: dict[str, Any], token: int, logprob: float | None
 ) -> str | None:
-    """What is wrong with the token of one row of logits in float64, or None."""
+    """The fault in the token of one row of logits in float64, or None."""
     if not 0 <= token < x.size:
         return f"token {token} of {x.size}"
     x = np.where(np.isnan(x), -np.inf, x)
@@ -91,7 +91,7 @@ def _wrong_row(
     if temperature == 0 or np.isinf(x.max()):
         expected = int(first_largest(x[None])[0])
         return None if token == expected else f"token {token}, the first of the largest is {expected}"
-    # Where the sum of exponentials comes near top_p, rounding decides what is kept.
+    # Where the sum of exponentials comes near top_p, rounding decides which logits are kept.
     top_p = options.get("top_p", 0.0)
     near = lambda change: {**options, "top_p": min(max(top_p * (1 + change) + change, 1e-300), 1)} if top_p else options
     certain, possible = (kept(x[None], dtype, near(change))[0] for change in (-SHARE, SHARE))
@@ -111,7 +111,7 @@ def _wrong_row(
 
 
 def _wrong_logprobs(logits: mx.array, logprobs: mx.array) -> str | None:
-    """What is wrong with the logarithmic probabilities of all logits, or None."""
+    """The fault in the logarithmic probabilities of all logits, or None."""
     if logprobs.dtype != logits.dtype or logprobs.shape != logits.shape:
         return f"logprobs are {logprobs.dtype}{logprobs.shape}, expected {logits.dtype}{logits.shape}"
     found, x = (to_float64(a).reshape(-1, a.shape[-1]) for a in (logprobs, logits))
@@ -131,7 +131,7 @@ def _wrong_logprobs(logits: mx.array, logprobs: mx.array) -> str | None:
 def why_wrong(
     logits: mx.array, key: mx.array, options: dict[str, Any], tokens: mx.array, logprobs: mx.array | None
 ) -> str | None:
-    """What is wrong with the tokens of logits, or None."""
+    """The fault in the tokens of logits, or None."""
     shape = tuple(logits.shape[:-1])
     if tokens.dtype != mx.uint32 or tuple(tokens.shape) != shape:
         return f"tokens are {tokens.dtype}{list(tokens.shape)}, expected uint32{list(shape)}"

@@ -1,4 +1,4 @@
-"""What is fuzzed: each op, and what no single op has."""
+"""The subjects of the fuzzer: each op, and combinations that no single op has."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ SUBJECTS = {
 }
 NATIVE_ONLY = ("patched_errors", "threads", "memory")
 
-# A case of these takes as long as so many of an op: mx compiles the time steps of each shape, or its quantization.
+# How many cases of an op take as long as one of these: mx compiles the time steps of each shape, or its quantization.
 COST = {"ssm_update": 6, "quantized_rope_append": 6, "growing_caches": 6, "threads": 100, "memory": 1000}
 
 # Cases that it takes to cover each kind.
@@ -98,7 +98,7 @@ FEWEST = {"threads": 2, "memory": len(PROGRAMS)}
 
 
 def cases_of(subject: str, cases: int) -> int:
-    """How many cases of a subject stand for so many of an op."""
+    """How many cases of a subject stand for `cases` of an op."""
     return max(FEWEST.get(subject, 1), cases // COST.get(subject, 1))
 
 
@@ -113,7 +113,7 @@ def draw_trial(subject: str, executor: str, seed: int, index: int) -> Trial:
 
 
 def run_trial(trial: Trial, executor: str, index: int) -> str | None:
-    """Runs a case; says what is wrong, an exception that nobody expects included."""
+    """Runs a case; returns its fault, which may be an unexpected exception."""
     gpu = EXECUTORS[executor]
     simulated = mm.simulator.enabled(seed=index % 7, gpu=gpu) if gpu else contextlib.nullcontext()
     try:

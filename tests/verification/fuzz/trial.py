@@ -1,4 +1,4 @@
-"""What every subject makes of a draw."""
+"""A trial, which every subject makes of a draw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Trial:
     Attributes:
         mode: Which kind of case it is, for the counts.
         text: Everything that was drawn, on one line.
-        run: Runs it; says what is wrong, or None.
+        run: Runs it; returns its fault, or None.
     """
 
     mode: str

@@ -56,7 +56,7 @@ class Outcome:
 
     Attributes:
         modes: How many cases of each kind ran.
-        findings: Those that are wrong.
+        findings: The wrong ones.
         kernels: How many kernels ran.
         left: How many calls went to mx.
         seconds: How long it took.
@@ -175,9 +175,9 @@ class Worker:
 
 
 def _serve() -> None:
-    """The child's end: a task on each line of standard input; on standard output what is run, and what came of it."""
+    """The child's end: a task on each line of standard input; on standard output the case that runs, and its result."""
     output = os.dup(1)
-    os.dup2(2, 1)  # what a case prints must not stand between
+    os.dup2(2, 1)  # a case's own output must not stand between
 
     def tell(**told: object) -> None:
         os.write(output, json.dumps(told).encode() + b"\n")
