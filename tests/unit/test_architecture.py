@@ -1,4 +1,4 @@
-"""The tree is what docs/architecture.md says: where an op is, which folder includes which, no circles."""
+"""The tree is as docs/architecture.md has it: where an op is, which folder includes which, no circles."""
 
 import ast
 import re
@@ -39,17 +39,41 @@ def test_the_documentation_has_the_table():
     assert WHERE["in_docs"]() == WHERE["table"](), "run python docs/where.py --write"
 
 
-def included(folder: str) -> dict[str, set[str]]:
-    """The folders that each folder of C++ includes files of, but for itself."""
-    graph: dict[str, set[str]] = {}
+def rows(headings: str, section: str = "# Architecture") -> list[list[str]]:
+    """The cells of the first table with these headings in a section, without backquotes."""
+    _, line, rest = WHERE["PAGE"].read_text().partition(f"{section}\n")[2].partition(f"| {headings} |\n")
+    assert line, headings
+    lines = rest.partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def folders(cell: str) -> set[str]:
+    """The folders that a cell lists."""
+    return {name.strip().rstrip("/") for name in cell.split(",")} - {"nothing"}
+
+
+def subfolders(folder: str) -> set[str]:
+    return {path.name for path in (ROOT / folder).iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+
+def includes(folder: str) -> dict[str, set[tuple[str, str]]]:
+    """The files, by folder and name, that each folder of C++ includes."""
+    graph: dict[str, set[tuple[str, str]]] = {}
     for path in (ROOT / folder).rglob("*"):
         if path.suffix in (".h", ".cpp", ".metal"):
             own = path.relative_to(ROOT / folder).parts[0]
-            names = re.findall(r'#include "([a-z_]+)/([a-z_/.]+)"', path.read_text())
-            # Every file may register bindings; what is behind that header is no part of the layers.
-            names = [top for top, rest in names if (top, rest) not in REGISTRY]
-            graph.setdefault(own, set()).update(top for top in names if (ROOT / folder / top).is_dir() and top != own)
+            graph.setdefault(own, set()).update(re.findall(r'#include "([a-z_]+)/([a-z_/.]+)"', path.read_text()))
     return graph
+
+
+def included(folder: str) -> dict[str, set[str]]:
+    """The folders that each folder of C++ includes files of, but for itself."""
+    known = subfolders(folder)
+    # Every file may register bindings; what is behind that header is no part of the layers.
+    return {
+        own: {top for top, rest in files if (top, rest) not in REGISTRY and top in known} - {own}
+        for own, files in includes(folder).items()
+    }
 
 
 REGISTRY = {
@@ -58,6 +82,42 @@ REGISTRY = {
     ("python", "simulator.h"),
     ("python", "interrupt.h"),
 }
+
+
+def test_the_documentation_has_every_family():
+    families = {name for name, _ in rows("family | ops")}
+    assert families == subfolders("csrc/ops") == subfolders("tests/unit") | {"custom"}
+    assert families - {"custom"} == subfolders("metal") - {"mittens", "params", "runtime"}
+    assert families == {path.stem for path in (ROOT / "mlx_mittens" / "ops").glob("[a-z]*.py")}
+
+
+@pytest.mark.parametrize("folder, section", [("csrc", "## C++: csrc"), ("metal", "## Kernels: metal")])
+def test_the_documentation_has_the_includes_of_each_folder(folder, section):
+    table = {name.rstrip("/"): folders(others) for name, _, others in rows("folder | holds | includes", section)}
+    known = subfolders("csrc") | subfolders("metal")
+    graph = {own: {top for top, _ in files if top in known} - {own} for own, files in includes(folder).items()}
+    assert table == graph
+
+
+def test_the_documentation_has_the_headers_of_python_that_others_use():
+    others = [files for own, files in includes("csrc").items() if own != "python"]
+    named = {name for files in others for top, name in files if top == "python"}
+    assert named == {name for _, name in REGISTRY}, "the page says which headers of python/ others use"
+
+
+def test_the_documentation_has_the_includes_of_each_family():
+    graph = {}
+    for family in subfolders("csrc/ops"):
+        files = includes(f"csrc/ops/{family}").values()
+        names = {name.split("/")[0] for each in files for top, name in each if top == "ops"}
+        if others := names - {family}:
+            graph[family] = others
+    assert {family: folders(others) for family, others in rows("family | includes")} == graph
+
+
+def test_the_documentation_has_every_folder_of_tests():
+    named = {name for cell, _ in rows("folder | tests") for name in folders(cell)}
+    assert named == {f"tests/{name}" for name in subfolders("tests")}
 
 
 def test_plans_alone_ask_which_gpu_it_is():
