@@ -1,4 +1,4 @@
-"""What our kernels and MLX's do, counted by the simulator: the tables of docs/kernels, a page for each family.
+"""Work of our kernels and MLX's, counted by the simulator: the tables of docs/kernels, a page for each family.
 
 python docs/counts.py            prints them
 python docs/counts.py --write    writes them into the pages

@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own: pages and files of the site for the figures in bench/results, which pages cite."""
+"""Hooks of mkdocs: pages and files of the site for the figures in bench/results, which pages cite."""
 
 from __future__ import annotations
 

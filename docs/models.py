@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PAGES = Path(__file__).resolve().parent / "models"
-# What the layers of a file's model are, by the kernels that serve it; the first that is found.
+# The kinds of layers of a file's model, by the kernels that serve it; the first that is found.
 KINDS = {
     "recurrent": re.compile(r"\b(gated_delta_\w+|ssm_\w+|short_conv_token|linear_attention)\b"),
     "mixtures": re.compile(r"\b(gather_\w+|route_top_k)\b"),
@@ -310,7 +310,7 @@ STEPS = (("first prompt", 9), ("prompt", 11), ("", 1), ("token", 1))
 
 
 def measure(name: str) -> dict[str, Any]:
-    """What a model file's model runs, patched and converted, for prompts and for a token.
+    """The kernels and operations of a model file's model, patched and converted, for prompts and for a token.
 
     Of each: launches of our kernels by op, operations of mx's for a token, and calls that went to mx with the reason.
     """
@@ -348,7 +348,7 @@ def _run(name: str, model: Any) -> dict[str, Any]:
 
     for kind, tokens in STEPS:
         inputs = mx.array([list(range(tokens))])
-        # As it is made, with what mx.compile fuses. It is not evaluated: on a CPU that would compile C++.
+        # As it is made, with the fusions of mx.compile. It is not evaluated: on a CPU that would compile C++.
         graph = operations(called(name, model, inputs, copy.deepcopy(caches))) if kind == "token" else {}
         mm.stats(reset=True)
         mx.disable_compile()
@@ -382,7 +382,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _mx_text(counts: dict[str, int]) -> str:
-    """Operations of mx's, the most frequent first; what mx.compile fused has the names of its parts."""
+    """Operations of mx's, the most frequent first; fusions of mx.compile have the names of their parts."""
     fused = {op: n for op, n in counts.items() if op.startswith("Compiled")}
     plain = sorted(((op, n) for op, n in counts.items() if op not in fused), key=lambda one: (-one[1], one[0]))
     parts = [f"fused {sum(fused.values())}"] if fused else []
@@ -423,7 +423,7 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 
 def made_with() -> str:
-    """The line that names what the table depends on beside the package."""
+    """The line that names the versions that the table depends on."""
     return f"mlx-lm {importlib.metadata.version('mlx-lm')}, mlx {importlib.metadata.version('mlx')}."
 
 
@@ -448,7 +448,7 @@ def in_docs() -> str:
 
 
 def rows_of_pages() -> dict[str, dict[str, dict[str, str]]]:
-    """The cells of each file's row, patched and converted, but for those that were not measured."""
+    """The cells of each file's row, patched and converted, but for unmeasured ones."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in in_docs().splitlines()]
     rows = {}
     for line in lines:

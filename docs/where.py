@@ -28,7 +28,7 @@ class Place:
         family: The folder of `python`, `cpp`, `kernels` and `tests`.
         python: The declaration, below mlx_mittens/ops.
         cpp: Below csrc/ops/FAMILY.
-        plans: What chooses the kernel and its grid, below csrc/ops/FAMILY.
+        plans: The files that choose the kernel and its grid, below csrc/ops/FAMILY.
         kernels: Below metal/FAMILY.
         nvidia: Kernels that plans for NVIDIA GPUs alone launch, below metal/FAMILY.
         cpu: Below csrc/cpu/isa/FAMILY, or below csrc/cpu where it is not compiled for each instruction set.
