@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "cpu/dispatch.h"
+#include "cpu/huge_pages.h"
 #include "cpu/integer_matmul.h"
 #include "cpu/packed_rows.h"
 
@@ -46,6 +47,15 @@ struct Product {
     return part;
   }
 };
+
+// Of one matrix for a few rows, which read it at the speed of memory.
+void note_weights(const QuantizedWeights* w, size_t matrices, size_t rows, size_t columns, size_t outputs) {
+  if (w && matrices == 1 && rows <= most_noted_rows) {
+    const bool blocks = w->mode == QuantizedMode::blocks;
+    cpu::note_weights(w->words, blocks ? outputs * w->blocks * block_bytes(w->kind)
+                                       : (w->transpose ? outputs : columns) * w->words_stride * sizeof(uint32_t));
+  }
+}
 
 bool has_integers(const QuantizedWeights& w) {
   return w.mode != QuantizedMode::mxfp8 && w.transpose;
@@ -106,18 +116,22 @@ PackedRows packed_rows(const QuantizedWeights& w, Type type) {
 
 void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const void* bias, void* y, size_t matrices,
                       size_t rows, size_t columns, size_t outputs, ProductMode mode) {
+  note_weights(w, matrices, rows, columns, outputs);
   multiply({type, nullptr, w, nullptr, x, bias, y, matrices, rows, columns, outputs, mode});
 }
 
 void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
                       const void* x, void* y, size_t matrices, size_t rows, size_t columns, size_t outputs,
                       ProductMode mode) {
+  note_weights(gate, matrices, rows, columns, outputs);
+  note_weights(up, matrices, rows, columns, outputs);
   multiply({type, &activation, gate, up, x, nullptr, y, matrices, rows, columns, outputs, mode});
 }
 
 void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
                   size_t rows, size_t columns, size_t outputs) {
   const QuantizedWeights w = weights_of_blocks(kind, blocks, columns / block_weights(kind));
+  note_weights(&w, 1, rows, columns, outputs);
   multiply({type, nullptr, &w, nullptr, x, bias, y, 1, rows, columns, outputs, {}});
 }
 

@@ -82,6 +82,13 @@ MITTENS_INLINE Float centered(UInt words) {
   return (Float)sum - (static_cast<float>(1 << (23 - at)) + static_cast<float>(1 << (bits - 1)));
 }
 
+// Prefetches the scales of rows to come: a row has few, so that hardware takes long to see that they follow each other.
+template <typename T>
+MITTENS_INLINE void prefetch_scales(const T* now) {
+  constexpr size_t beyond = 512;
+  __builtin_prefetch(reinterpret_cast<const char*>(now) + beyond, 0, 2);
+}
+
 // Scales of groups of columns in steps of whole words of neighbours, widened to float32 when a row is begun.
 struct ScalesOfWords {
   int group_bits;  // log2 of the group's size
@@ -228,6 +235,8 @@ struct Affine : PackedWords<bits, bits == 8 ? 16 : 32> {
       const T* s = static_cast<const T*>(scales) + n * scales_stride + first;
       const T* b = static_cast<const T*>(biases) + n * biases_stride + first;
       each_vector(size >> groups.group_bits, [&](size_t i, auto part) MITTENS_INLINED {
+        prefetch_scales(s + i);
+        prefetch_scales(b + i);
         const Float scale = load_in_order(s + i, part);
         write(memory + i, scale, All());
         write(offsets + i, fma(Float{} + middle, scale, load_in_order(b + i, part)), All());
@@ -336,6 +345,7 @@ struct SmallFloats : PackedWords<bits, 16> {
   Row row(size_t n, size_t begin, size_t size, float* memory) const {
     const uint8_t* from = scales + n * scales_stride + (begin >> groups.group_bits);
     each_vector(size >> groups.group_bits, [&](size_t i, auto part) MITTENS_INLINED {
+      prefetch_scales(from + i);
       uint8_t some[width] = {};
       if constexpr (!__is_same(decltype(part), All)) {
         __builtin_memcpy(some, from + i, part.n);
