@@ -1,9 +1,9 @@
 #include "cpu/huge_pages.h"
 
-#include <algorithm>
 #include <atomic>
 
 #if defined(__linux__)
+#include <chrono>
 #include <fstream>
 #include <string>
 
@@ -31,9 +31,17 @@ constexpr int collapse = 25;  // MADV_COLLAPSE, from Linux 6.1 on; not in every 
 // Smaller weights share a page with others, which make it.
 constexpr size_t least_bytes = size_t{256} << 10;
 
-// Calls that read weights before their pages are made, and calls that then share the making. After a round it starts
-// again: other weights may have come to the address, and a page that is large already costs nothing.
-constexpr uint32_t calls_before = 2, calls_of_making = 32, calls_of_round = 1024;
+// Calls that read weights before pages of theirs are made. After many more it starts again: other weights may have come
+// to the address, and a page that is large already costs nothing.
+constexpr uint32_t calls_before = 2, calls_of_round = 1024;
+
+// Making pages takes at most one part of so many of the time: where memory is scarce, or comes from a host, a page may
+// cost milliseconds, and tokens wait for it.
+constexpr int64_t share = 20;
+
+int64_t now() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
 
 bool allowed() {
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
@@ -46,6 +54,7 @@ bool allowed() {
 struct Weights {
   std::atomic<uintptr_t> data{0};
   std::atomic<uint32_t> calls{0};
+  std::atomic<size_t> pages{0};  // tried
 };
 
 constexpr size_t places = 1 << 12, tries = 16;
@@ -67,12 +76,22 @@ Weights& weights_at(uintptr_t at) {
   return weights;
 }
 
-// Fails where the range is not all mapped, lies in a file, or no page is free: small pages stay then.
-void make_pages(uintptr_t begin, uintptr_t end) {
-  for (; begin < end; begin += page) {
-    if (madvise(reinterpret_cast<void*>(begin), page, collapse) == 0) {
+std::atomic<int64_t> next_time = 0;
+
+// Makes pages `tried`, .. of some for as long as their share of time allows. Fails where a page is not all mapped, lies
+// in a file, or none is free: small pages stay then.
+void make_pages(uintptr_t first, size_t count, std::atomic<size_t>& tried) {
+  for (int64_t start; tried.load(std::memory_order_relaxed) < count;) {
+    start = now();
+    if (start < next_time.load(std::memory_order_relaxed)) {
+      return;
+    }
+    const size_t i = tried.fetch_add(1, std::memory_order_relaxed);
+    if (madvise(reinterpret_cast<void*>(first + i * page), page, collapse) == 0) {
       made.fetch_add(1, std::memory_order_relaxed);
     }
+    const int64_t end = now();
+    next_time.store(end + (end - start) * (share - 1), std::memory_order_relaxed);
   }
 }
 
@@ -83,15 +102,15 @@ void note_weights(const void* data, size_t bytes) {
     return;
   }
   const auto at = reinterpret_cast<uintptr_t>(data);
-  const uint32_t call = weights_at(at).calls.fetch_add(1, std::memory_order_relaxed) % calls_of_round;
+  Weights& weights = weights_at(at);
+  const uint32_t calls = weights.calls.fetch_add(1, std::memory_order_relaxed) % calls_of_round;
   static const bool makes = allowed();
-  if (!makes || call < calls_before || call >= calls_before + calls_of_making) {
+  if (!makes || calls < calls_before) {
+    weights.pages.store(0, std::memory_order_relaxed);
     return;
   }
   const uintptr_t first = at / page * page;
-  const size_t pages = (at + bytes - first + page - 1) / page;
-  const size_t part = call - calls_before;
-  make_pages(first + pages * part / calls_of_making * page, first + pages * (part + 1) / calls_of_making * page);
+  make_pages(first, (at + bytes - first + page - 1) / page, weights.pages);
 }
 
 #else

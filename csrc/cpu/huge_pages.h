@@ -10,8 +10,8 @@ namespace mittens::cpu {
 // Products of more rows read weights for longer than memory takes.
 constexpr size_t most_noted_rows = 8;
 
-// Notes that a product of few rows reads these bytes. Weights that are read again and again get large pages, a part at
-// each call so that no token waits for all; the bytes stay where they are. Does nothing where the system has no such
+// Notes that a product of few rows reads these bytes. Weights that are read again and again get large pages, one
+// by one so that no token waits for all; the bytes stay where they are. Does nothing where the system has no such
 // call, or where its administrator turned large pages off.
 void note_weights(const void* data, size_t bytes);
 
