@@ -86,7 +86,7 @@ struct Rendezvous {
   bool parted;  // whether threads wait in several operations
 };
 
-class Simulation {
+class Simulation final : public Watched {
  public:
   Simulation(Arena& arena, Stacks& stacks, Library& library, const Dispatch& dispatch, const Options& options);
 
@@ -102,16 +102,13 @@ class Simulation {
   void pause(const void* caller);
 
   // Ends the launch with a Fault, from within a fiber, whose stack is not unwound.
-  [[noreturn]] void fail(const std::string& what);
+  [[noreturn]] void fail(const std::string& what) override;
   void fault(const std::string& what, const abi::Site& site, const void* caller);  // of the thread that runs
 
-  const Arena& arena() const {
-    return arena_;
-  }
-  const std::string& kernel_name() const {
+  const std::string& kernel_name() const override {
     return dispatch_.kernel;
   }
-  std::string running_name() const {
+  std::string running_name() const override {
     return name_of(*running_);
   }
 
@@ -178,8 +175,5 @@ class Simulation {
   std::string endless_;  // the name of the thread that took it
   std::optional<std::string> fault_;
 };
-
-std::string text_of(const abi::Site& site);
-std::string text_of(const unsigned (&position)[3]);
 
 }  // namespace mittens::simulator

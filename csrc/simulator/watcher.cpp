@@ -4,62 +4,16 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
-#include <map>
-#include <mutex>
-#include <set>
 
 #include "simulator/runtime.h"
-#include "simulator/simulation.h"
 
 namespace mittens::simulator {
 
 namespace {
 
-// In place of a thread, in a cell: several lanes of one simdgroup, threads of several simdgroups, threads of several
-// threadgroups.
-constexpr unsigned kSimdgroup = 1024;
-constexpr unsigned kSeveral = 2044;
-constexpr unsigned kSeveralThreadgroups = 2045;
-constexpr uint32_t kLastSimdEpoch = (1u << 20) - 1;
-
-// Whether all that the stamp names are lanes of this simdgroup.
-bool of_simdgroup(const Stamp& stamp, unsigned simdgroup) {
-  return stamp.who < kSimdgroup ? stamp.who / abi::simd_width == simdgroup : stamp.who == kSimdgroup + simdgroup;
-}
-
-// The element at a byte, in a line of its own; nothing where the size of one is not known.
-std::string element_of(const std::string& name, int64_t offset, size_t item) {
-  if (item == 0) {
-    return "";
-  }
-  const auto size = static_cast<int64_t>(item);
-  const int64_t index = offset / size - (offset % size < 0 ? 1 : 0);
-  return "\n  element " + std::to_string(index) + " of \"" + name + "\", of " + std::to_string(item) +
-         (item == 1 ? " byte" : " bytes");
-}
-
-// Bytes of an element; the size of the access where the kernel does not declare them.
-size_t item_of(const Region& region, size_t accessed) {
-  return region.item ? region.item : accessed;
-}
-
-std::mutex notes_mutex;
-std::set<std::string> notes;
-std::atomic<bool> equal_writes_are_faults = false;
 std::atomic<uint64_t> launch_count = 0;
 
 }  // namespace
-
-void fault_on_equal_writes(bool fault) {
-  equal_writes_are_faults = fault;
-}
-
-std::vector<std::string> take_notes() {
-  const std::lock_guard lock(notes_mutex);
-  std::vector<std::string> taken(notes.begin(), notes.end());
-  notes.clear();
-  return taken;
-}
 
 uint64_t launches() {
   return launch_count;
@@ -69,8 +23,8 @@ void Watcher::count_launch() {
   ++launch_count;
 }
 
-Watcher::Watcher(Simulation& simulation, const Library& library, const Stacks& stacks, Counts& counts)
-    : simulation_(simulation), library_(library), stacks_(stacks), counts_(counts) {}
+Watcher::Watcher(Watched& launch, const Arena& arena, const Library& library, const Stacks& stacks, Counts& counts)
+    : launch_(launch), arena_(arena), library_(library), stacks_(stacks), counts_(counts) {}
 
 void Watcher::add(size_t slot, Region region) {
   if (watching_ && region.writable) {
@@ -131,21 +85,6 @@ void Watcher::start_threadgroup(const uint32_t (&position)[3]) {
     abi::Thread thread{};
     std::copy(std::begin(position), std::end(position), thread.threadgroup);
     threadgroups_.emplace_back(clocks_[0].epoch, thread);
-  }
-}
-
-void Watcher::barrier(abi::Scope scope, unsigned simdgroup, unsigned memory) {
-  for (unsigned i = 0; i < 2; ++i) {
-    if (!(memory & (i == 0 ? abi::device_memory : abi::threadgroup_memory))) {
-      continue;
-    }
-    Clock& clock = clocks_[i];
-    if (scope == abi::threadgroup_scope) {
-      ++clock.epoch;
-      std::fill(std::begin(clock.simd_epochs), std::end(clock.simd_epochs), 0);
-    } else {
-      clock.simd_epochs[simdgroup] = std::min(clock.simd_epochs[simdgroup] + 1, kLastSimdEpoch);
-    }
   }
 }
 
@@ -267,37 +206,12 @@ void Watcher::check_privates(uintptr_t address, const Access& access) {
   }
 }
 
-void Watcher::postpone(const Region& region, size_t offset, const Access& access, const Stamp& other) {
-  const size_t bytes = std::min<size_t>(size_t{1} << region.granule_bits, region.bytes - offset);
-  Postponed store{&region, offset, bytes, access, other, {}};
-  std::memcpy(store.before, reinterpret_cast<const void*>(region.begin + offset), bytes);
-  postponed_.push_back(store);
-}
-
-// The stores have happened.
-void Watcher::compare() {
-  const std::vector<Postponed> stores = std::move(postponed_);
-  postponed_.clear();
-  for (const Postponed& store : stores) {
-    const Region& region = *store.region;
-    if (std::memcmp(store.before, reinterpret_cast<const void*>(region.begin + store.offset), store.bytes) != 0) {
-      race(region, store.offset, store.access, store.other, "written");
-    }
-    if (noted_.emplace(&region, store.access.caller).second) {
-      const char* kind = region.space == Region::device ? "buffer \"" : "threadgroup array \"";
-      const std::lock_guard lock(notes_mutex);
-      notes.insert("[" + simulation_.kernel_name() + "] several threads write one value" + where(store.access.caller) +
-                   " to " + kind + region.name + "\" with no barrier between: one of them would do");
-    }
-  }
-}
-
 void Watcher::settle() {
   if (!postponed_.empty()) {
     compare();
   }
   if (outside_) {
-    fail(simulation_.running_name() + " uses an index outside an array of its own" + where(outside_));
+    fail(launch_.running_name() + " uses an index outside an array of its own" + where(outside_));
   }
 }
 
@@ -336,10 +250,10 @@ Region* Watcher::region_of(uintptr_t address, const Access& access) {
   if (!watching_) {
     return nullptr;
   }
-  if (!simulation_.arena().contains(address)) {
+  if (!arena_.contains(address)) {
     return outside_of_regions(address, access);
   }
-  Region& region = regions_[simulation_.arena().slot_of(address)];
+  Region& region = regions_[arena_.slot_of(address)];
   const size_t offset = address - region.begin;
   if (offset >= region.bytes || access.bytes > region.bytes - offset) {
     if (region.space == Region::unused) {
@@ -372,112 +286,6 @@ Region* Watcher::outside_of_regions(uintptr_t address, const Access& access) {
   return nullptr;
 }
 
-void Watcher::refine(Region& region, unsigned granule_bits) {
-  const unsigned times = 1u << (region.granule_bits - granule_bits);
-  std::vector<Cell> finer;
-  finer.reserve(region.cells.size() * times);
-  for (const Cell& cell : region.cells) {
-    finer.insert(finer.end(), times, cell);
-  }
-  finer.resize(((region.bytes - 1) >> granule_bits) + 1);
-  region.cells = std::move(finer);
-  region.granule_bits = granule_bits;
-}
-
-void Watcher::check_cells(Region& region, size_t offset, const Access& access) {
-  while (region.granule_bits > 0 && ((offset | access.bytes) & ((size_t{1} << region.granule_bits) - 1))) {
-    refine(region, region.granule_bits - 1);
-  }
-  const size_t last = (offset + access.bytes - 1) >> region.granule_bits;
-  for (size_t i = offset >> region.granule_bits; i <= last; ++i) {
-    const size_t at = i << region.granule_bits;
-    if (access.reads) {
-      on_load(region, region.cells[i], at, access);
-    }
-    if (access.writes) {
-      on_store(region, region.cells[i], at, access);
-    }
-  }
-}
-
-Stamp Watcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const Access& access) const {
-  return {clock.epoch, who, access.kind == kAtomic, clock.simd_epochs[thread.simdgroup],
-          static_cast<uint32_t>(reinterpret_cast<uintptr_t>(access.caller) - library_.base())};
-}
-
-// The threads of an earlier access that is unordered with this thread's.
-unsigned Watcher::together(const Stamp& earlier, const Clock& clock, const abi::Thread& thread) {
-  if (earlier.epoch < clock.threadgroup_start || earlier.who == kSeveralThreadgroups) {
-    return kSeveralThreadgroups;
-  }
-  return of_simdgroup(earlier, thread.simdgroup) ? kSimdgroup + thread.simdgroup : kSeveral;
-}
-
-// Whether the stamped access is ordered before this thread's next one.
-bool Watcher::in_order(const Stamp& earlier, const Region& region, const Clock& clock,
-                       const abi::Thread& thread) const {
-  if (earlier.epoch < clock.threadgroup_start) {
-    return region.space == Region::threadgroup;
-  }
-  if (earlier.who == kSeveralThreadgroups) {
-    return false;
-  }
-  if (earlier.epoch < clock.epoch || earlier.who == thread.index) {
-    return true;
-  }
-  return of_simdgroup(earlier, thread.simdgroup) && earlier.simd_epoch < clock.simd_epochs[thread.simdgroup];
-}
-
-void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& access) {
-  const Clock& clock = clock_of(region);
-  const abi::Thread& thread = *runtime()->thread;
-  const Stamp& write = cell.write;
-  const bool stale = region.space == Region::threadgroup && write.epoch < clock.threadgroup_start;
-  if (write.epoch == 0 || stale) {
-    if (!region.initialised) {
-      fail_at(region, offset, access, ", which nothing has written: uninitialised");
-    }
-  } else if (!in_order(write, region, clock, thread) && !(access.kind == kAtomic && write.atomic)) {
-    race(region, offset, access, write, "written");
-  }
-  if (access.writes) {
-    return;
-  }
-  // Keep only the latest of ordered reads: whatever is ordered after it is ordered after the earlier ones.
-  Stamp& read = cell.read;
-  unsigned who = thread.index;
-  if (read.epoch != 0 && !in_order(read, region, clock, thread)) {
-    const bool atomic = access.kind == kAtomic;
-    if (atomic && !read.atomic) {
-      return;  // the plain read is in the way of more
-    }
-    who = atomic == read.atomic ? together(read, clock, thread) : who;
-  }
-  read = stamp(who, clock, thread, access);
-}
-
-void Watcher::on_store(Region& region, Cell& cell, size_t offset, const Access& access) {
-  const Clock& clock = clock_of(region);
-  const abi::Thread& thread = *runtime()->thread;
-  unsigned who = thread.index;
-  const bool apart = cell.write.epoch != 0 && !in_order(cell.write, region, clock, thread);
-  if (apart && access.kind == kAtomic && cell.write.atomic) {
-    who = together(cell.write, clock, thread);
-  } else if (apart) {
-    if (access.kind == kStore && !cell.write.atomic && !equal_writes_are_faults) {
-      postpone(region, offset, access, cell.write);
-    } else {
-      race(region, offset, access, cell.write, "written");
-    }
-  }
-  if (cell.read.epoch != 0 && !in_order(cell.read, region, clock, thread) &&
-      !(access.kind == kAtomic && cell.read.atomic)) {
-    race(region, offset, access, cell.read, "read");
-  }
-  cell.write = stamp(who, clock, thread, access);
-  cell.read = {};
-}
-
 void Watcher::finish() {
   if (!watching_) {
     return;
@@ -493,95 +301,13 @@ void Watcher::finish() {
     const auto first = std::find_if(region.cells.begin(), region.cells.end(), unwritten);
     if (first != region.cells.end()) {
       const auto count = static_cast<size_t>(std::count_if(first, region.cells.end(), unwritten));
-      throw Fault("[" + simulation_.kernel_name() + "] buffer \"" + region.name + "\" was not written at byte " +
+      throw Fault("[" + launch_.kernel_name() + "] buffer \"" + region.name + "\" was not written at byte " +
                   std::to_string((first - region.cells.begin()) << region.granule_bits) + " (" +
                   std::to_string(count << region.granule_bits) + " of its " + std::to_string(region.bytes) +
                   " bytes never were)" +
                   element_of(region.name, (first - region.cells.begin()) << region.granule_bits, item_of(region, 0)));
     }
   }
-}
-
-// Read once for each library: a launch may be over sooner than its library is read.
-const Lines& Watcher::lines() const {
-  static std::map<std::string, Lines> read;  // launches run one at a time
-  return read.try_emplace(library_.path(), library_.path()).first->second;
-}
-
-std::string Watcher::where(uint32_t relative) const {
-  const std::string line = lines().at(relative - 1);  // the address points behind the instruction
-  return line.empty() ? "" : " (" + line + ")";
-}
-
-std::string Watcher::where(const void* caller) const {
-  return where(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(caller) - library_.base()));
-}
-
-std::string Watcher::text_of(const Access& access) const {
-  const char* verb = access.kind == kLoad ? " reads " : access.kind == kStore ? " writes " : " atomically accesses ";
-  return simulation_.running_name() + verb + std::to_string(access.bytes) + (access.bytes == 1 ? " byte" : " bytes") +
-         where(access.caller) + " ";
-}
-
-std::string Watcher::place_of(const Region& region, size_t offset) const {
-  const char* space = region.space == Region::device ? " of buffer \"" : " of threadgroup array \"";
-  return "at byte " + std::to_string(offset) + space + region.name + "\"";
-}
-
-void Watcher::fail(const std::string& what) {
-  simulation_.fail(what);
-}
-
-void Watcher::fail_at(const Region& region, size_t offset, const Access& access, const std::string& what) {
-  fail(text_of(access) + place_of(region, offset) + what +
-       element_of(region.name, static_cast<int64_t>(offset), item_of(region, access.bytes)));
-}
-
-std::string Watcher::lines_of(const std::vector<const void*>& callers) const {
-  std::string file;
-  unsigned first = 0;
-  unsigned last = 0;
-  for (const void* caller : callers) {
-    const auto [of, line] = lines().place(reinterpret_cast<uintptr_t>(caller) - library_.base() - 1);
-    if (line == 0 || (first != 0 && of != file)) {
-      continue;
-    }
-    file = of;
-    first = first == 0 ? line : std::min(first, line);
-    last = std::max(last, line);
-  }
-  if (first == last) {
-    return first == 0 ? "" : " (" + file + ":" + std::to_string(first) + ")";
-  }
-  return " (" + file + ":" + std::to_string(first) + " to " + std::to_string(last) + ")";
-}
-
-void Watcher::race(const Region& region, size_t offset, const Access& access, const Stamp& other, const char* did) {
-  fail(race_text(region, offset, access, other, did));
-}
-
-std::string Watcher::race_text(const Region& region, size_t offset, const Access& access, const Stamp& other,
-                               const char* did) const {
-  const Clock& clock = clocks_[region.space == Region::threadgroup];
-  std::string by;
-  if (other.atomic) {
-    by = "an atomic operation";
-  } else if (other.who < kSimdgroup) {
-    by = "thread " + std::to_string(other.who);
-  } else if (other.who < kSeveral) {
-    by = "several lanes of simdgroup " + std::to_string(other.who - kSimdgroup);
-  } else {
-    by = other.who == kSeveral ? "several threads" : "threads of several threadgroups";
-  }
-  const bool elsewhere = region.space == Region::device && other.epoch < clock.threadgroup_start;
-  if (elsewhere && other.who != kSeveralThreadgroups) {
-    auto after = std::upper_bound(threadgroups_.begin(), threadgroups_.end(), other.epoch,
-                                  [](uint32_t epoch, const auto& threadgroup) { return epoch < threadgroup.first; });
-    by += " of threadgroup " + simulator::text_of((after - 1)->second.threadgroup);
-  }
-  return text_of(access) + place_of(region, offset) + ", " + did + " by " + by + where(other.caller) +
-         (elsewhere ? " in the same launch: a race between threadgroups" : " with no barrier between: a race") +
-         element_of(region.name, static_cast<int64_t>(offset), item_of(region, access.bytes));
 }
 
 }  // namespace mittens::simulator

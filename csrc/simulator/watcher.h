@@ -22,8 +22,6 @@
 
 namespace mittens::simulator {
 
-class Simulation;
-
 // Several threads that write one value to one place race by the letter, and no GPU shows it. They are noted, or faults.
 void fault_on_equal_writes(bool fault);
 // Notes since the last call, each kind once.
@@ -70,9 +68,21 @@ struct Region {
   }
 };
 
+// The launch that is watched, for messages.
+class Watched {
+ public:
+  virtual const std::string& kernel_name() const = 0;
+  virtual std::string running_name() const = 0;  // of the thread that runs
+  // Ends the launch with a Fault, from within a fiber, whose stack is not unwound.
+  [[noreturn]] virtual void fail(const std::string& what) = 0;
+
+ protected:
+  ~Watched() = default;
+};
+
 class Watcher {
  public:
-  Watcher(Simulation& simulation, const Library& library, const Stacks& stacks, Counts& counts);
+  Watcher(Watched& launch, const Arena& arena, const Library& library, const Stacks& stacks, Counts& counts);
 
   void start(const Options& options) {
     count_launch();
@@ -202,7 +212,10 @@ class Watcher {
   std::string where(const void* caller) const;
   std::string where(uint32_t relative) const;
   std::string text_of(const Access& access) const;
-  std::string place_of(const Region& region, size_t offset) const;
+  static std::string place_of(const Region& region, size_t offset);
+  // The element at a byte, in a line of its own; nothing where its size is not known.
+  static std::string element_of(const std::string& name, int64_t offset, size_t item);
+  static size_t item_of(const Region& region, size_t accessed);
   std::string who_did(const Stamp& stamp, const char* what, const Region& region) const;
   [[noreturn]] void fail(const std::string& what);
   [[noreturn]] void fail_at(const Region& region, size_t offset, const Access& access, const std::string& what);
@@ -211,7 +224,8 @@ class Watcher {
   [[noreturn]] void race(const Region& region, size_t offset, const Access& access, const Stamp& other,
                          const char* did);
 
-  Simulation& simulation_;
+  Watched& launch_;
+  const Arena& arena_;
   const Library& library_;
   const Stacks& stacks_;
   Counts& counts_;
