@@ -33,7 +33,8 @@ void block_matmul(Type type, BlockKind kind,
                   const void* x,  // [rows, columns]
                   const void* bias,  // [outputs] or nullptr
                   void* y,  // [rows, outputs]
-                  size_t rows, size_t columns, size_t outputs);
+                  size_t rows, size_t columns, size_t outputs,
+                  bool exact);  // up to most_exact_rows, each bit for bit as alone
 
 // y = round(w), computed in float32.
 void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y, size_t count);

@@ -64,7 +64,7 @@ bool has_integers(const QuantizedWeights& w) {
 void multiply_in_float32(const Product& p) {
   if (p.w->mode == QuantizedMode::blocks) {
     block_matmul_versions[isa_index()](p.type, p.w->kind, reinterpret_cast<const uint8_t*>(p.w->words), p.x, p.bias,
-                                       p.y, p.rows, p.columns, p.outputs);
+                                       p.y, p.rows, p.columns, p.outputs, p.mode.exact);
   } else if (p.activation) {
     quantized_swiglu_versions[isa_index()](p.type, *p.activation, p.w, p.up, p.x, p.y, p.matrices, p.rows, p.columns,
                                            p.outputs, p.mode);
@@ -129,10 +129,10 @@ void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* 
 }
 
 void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
-                  size_t rows, size_t columns, size_t outputs) {
+                  size_t rows, size_t columns, size_t outputs, bool exact) {
   const QuantizedWeights w = weights_of_blocks(kind, blocks, columns / block_weights(kind));
   note_weights(&w, 1, rows, columns, outputs);
-  multiply({type, nullptr, &w, nullptr, x, bias, y, 1, rows, columns, outputs, {}});
+  multiply({type, nullptr, &w, nullptr, x, bias, y, 1, rows, columns, outputs, {exact, false}});
 }
 
 }  // namespace mittens::cpu

@@ -396,7 +396,7 @@ def block_matmul(
             ``mxfp4`` or ``nvfp4``. Kernels for Apple GPUs before the M5 take any number of rows of ``x``, those for
             other GPUs up to 16; more are multiplied with dequantized weights.
         bias (array, optional): Offset of shape ``[outputs]``.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows then share no work.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone.
         stream (optional): Stream or device to run on.
 
     Returns:

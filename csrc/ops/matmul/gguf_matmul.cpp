@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 
 #include "cpu/gguf.h"
+#include "cpu/quantized_matmul.h"
 #include "mlx/ops.h"
 #include "ops/matmul/exact.h"
 #include "ops/matmul/gguf.h"
@@ -17,6 +18,7 @@
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
 #include "runtime/gpu.h"
+#include "runtime/numerics.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -77,8 +79,9 @@ class BlockMatmul : public KernelPrimitive {
     params.outputs = inputs[1].shape(0);
     params.row_bytes = inputs[1].shape(1);
     params.has_bias = inputs.size() > 2;
-    const ProductSizes sizes{1, exact_ ? 1 : params.rows, params.columns, params.outputs};
-    const GgufPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), kind_, sizes, stream());
+    const ProductSizes sizes{1, params.rows, params.columns, params.outputs};
+    const ProductSizes planned{1, exact_ ? 1 : params.rows, params.columns, params.outputs};
+    const GgufPlan plan = plan_gguf(problem(x.dtype(), kind_, planned), kind_, sizes, exact_, stream());
 
     Launch launch;
     if (plan.is_by_tiles) {
@@ -90,9 +93,6 @@ class BlockMatmul : public KernelPrimitive {
       launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", plan.rows.rows);
       share_out(launch, plan.rows, 1);
     }
-    if (exact_) {
-      launch.threadgroups.y = params.rows;
-    }
     const mx::array& bias = params.has_bias ? inputs[2] : x;
     launch.input(x).input(inputs[1]).input_if(params.has_bias, bias).output(outputs[0]).params(params);
     return in_order(std::move(launch));
@@ -100,16 +100,16 @@ class BlockMatmul : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const size_t rows = leading_size(inputs[0], 1);
-    return
-        [type = native_type(inputs[0].dtype()), kind = kind_, x = static_cast<const char*>(data_of(inputs[0])),
-         blocks = inputs[1].data<uint8_t>(), bias = inputs.size() > 2 ? data_of(inputs[2]) : nullptr,
-         y = static_cast<char*>(data_of(outputs[0])), item = inputs[0].itemsize(), rows, together = exact_ ? 1 : rows,
-         columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
-          for (size_t row = 0; row < rows; row += together) {
-            cpu::block_matmul(type, kind, blocks, x + row * columns * item, bias, y + row * count * item, together,
-                              columns, count);
-          }
-        };
+    return [type = native_type(inputs[0].dtype()), kind = kind_, x = static_cast<const char*>(data_of(inputs[0])),
+            blocks = inputs[1].data<uint8_t>(), bias = inputs.size() > 2 ? data_of(inputs[2]) : nullptr,
+            y = static_cast<char*>(data_of(outputs[0])), item = inputs[0].itemsize(), rows, exact = exact_,
+            columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
+      const size_t most = exact ? cpu::most_exact_rows : std::max<size_t>(rows, 1);
+      for (size_t row = 0; row < rows; row += most) {
+        cpu::block_matmul(type, kind, blocks, x + row * columns * item, bias, y + row * count * item,
+                          std::min(most, rows - row), columns, count, exact);
+      }
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -148,12 +148,14 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   if (bias) {
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }
-  exact = exact && leading_size(x, 1) > 1;
-  const size_t rows = exact ? 1 : leading_size(x, 1);  // that share their work
+  const size_t all_rows = leading_size(x, 1);
   const bool is_on_gpu = stream.device == mx::Device::gpu;
+  const size_t most_exact = is_on_gpu ? most_gemv_rows : cpu::most_exact_rows;  // under the patch
+  exact = all_rows > 1 && (exact || (is_exact() && all_rows <= most_exact));
+  const size_t rows = exact ? 1 : all_rows;  // that have sums of their own
   const uint32_t most = most_gguf_rows(stream);
   const bool shares_few = rows <= most;
-  const bool is_covered = shares_few && !(exact && is_on_gpu && leading_size(x, 1) > most_matrices);
+  const bool is_covered = shares_few && !(exact && is_on_gpu && all_rows > most_matrices);
   if (!shares_few) {
     fall_back(op, "more than " + std::to_string(most) + " rows of x");
   } else if (!is_covered) {
@@ -162,7 +164,7 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
                            static_cast<uint32_t>(blocks.shape(0))};
   const char* reason = why_mx_gguf(kind, dtype, sizes, stream);
-  if (!is_covered || prefer_mx(problem(dtype, kind, sizes), reason, stream)) {
+  if (!is_covered || prefer_mx_product(problem(dtype, kind, sizes), reason, stream)) {
     const mx::array w = mx::transpose(block_dequantize(blocks, kind_name, dtype, stream), stream);
     const auto product = [&](const mx::array& rows) { return mx::matmul(rows, w, stream); };
     return plus_bias(exact ? row_by_row(inputs[0], stream, product) : product(inputs[0]), bias, stream);

@@ -796,9 +796,17 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
   return are_busy ? nullptr : few_tiles;
 }
 
-GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream) {
+GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, bool exact,
+                   mx::Stream stream) {
+  constexpr uint32_t most_rows = 4;  // of the kinds that most files have; the others' kernels take one
   const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
   GgufPlan plan{};
+  if (exact) {  // sharers as of one row
+    plan.rows = plan_rows({1, 1, sizes.columns, sizes.outputs}, kRowOutputs, gpu, 1);
+    plan.rows.rows = is_common(kind) && sizes.rows > 1 ? most_rows : 1;
+    plan.rows.row_blocks = ceil_divide(sizes.rows, plan.rows.rows);
+    return plan;
+  }
   // Tiles count bytes of blocks in 32 bits.
   const uint64_t bytes = uint64_t(sizes.columns) / cpu::block_weights(kind) * cpu::block_bytes(kind) * sizes.outputs;
   plan.is_by_tiles = gpu.vendor == Gpu::Vendor::apple && sizes.rows > most_gemv_rows &&
@@ -807,10 +815,9 @@ GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSiz
     plan.tiles = plan_tiles(gguf_tiles(kind), sizes);
     return plan;
   }
-  // There are kernels of one row and, of the kinds that most files have, of four.
   ProductSizes planned = sizes;
-  planned.rows = sizes.rows > 1 ? std::max(sizes.rows, 4u) : 1;
-  plan.rows = is_common(kind) ? plan_rows(planned, kRowOutputs, gpu) : plan_rows(sizes, kRowOutputs, gpu, 1);
+  planned.rows = sizes.rows > 1 ? std::max(sizes.rows, most_rows) : 1;
+  plan.rows = is_common(kind) ? plan_rows(planned, kRowOutputs, gpu, most_rows) : plan_rows(sizes, kRowOutputs, gpu, 1);
   return plan;
 }
 

@@ -254,7 +254,9 @@ struct GgufPlan {
   TilesPlan tiles;
 };
 
-GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream);
+// exact: a plan whose sums do not depend on sizes.rows; problem: of one row then.
+GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, bool exact,
+                   mx::Stream stream);
 
 // The most rows of x that kernels take; mx computes more.
 uint32_t most_gguf_rows(mx::Stream stream);

@@ -1,13 +1,16 @@
 """exact=True: a row of several is bit for bit the row alone."""
 
+from contextlib import nullcontext
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import draw, quantize
+from helpers.matrices import draw, draw_blocks, quantize
 from helpers.tolerances import SUMS
 
 import mlx_mittens as mm
 from mlx_mittens import _ext
+from mlx_mittens.specs.gguf import KINDS
 
 
 def assert_rows_alone(of, x):
@@ -36,7 +39,7 @@ def test_one_launch(rng):
         mx.eval(mm.quantized_matmul(x, *triple, exact=True), mm.quantized_swiglu(x, triple, triple, exact=True))
         mx.eval(mm.block_matmul(x, blocks, "q4_0", exact=True))
     assert sorted(launch.kernel for launch in launches) == [
-        "block_matmul_q4_0_1_float16",
+        "block_matmul_q4_0_4_float16",
         "quantized_matmul_qmv_4bit_4_float16",
         "quantized_swiglu_qmv_4bit_4_float16",
     ]
@@ -127,23 +130,84 @@ def test_exact_rows_stay_where_mx_is_faster(rng, gpu, lenient):
             _ext.calibration_force(None)
 
 
-@pytest.mark.parametrize("gpu", ["m2-max", "h200"])
-def test_experts_on_gpus(rng, dtype, gpu):
-    """Also of many pairs of an expert, which share a product otherwise."""
-    gate, up = (quantize(rng, (6, 40, 256), dtype, 64, 4) for _ in range(2))
-    dense = draw(rng, (6, 40, 256), dtype)
+def assert_tokens_alone(rng, dtype, columns):
+    """Of 16 tokens with 5 of 6 experts each."""
+    gate, up = (quantize(rng, (6, 40, columns), dtype, 64, 4) for _ in range(2))
+    dense = draw(rng, (6, 40, columns), dtype)
     experts = mx.array(rng.integers(0, 6, (16, 5)), mx.uint32)
-    x = draw(rng, (16, 1, 1, 256), dtype) / 10
+    x = draw(rng, (16, 1, 1, columns), dtype) / 10
 
     def of_tokens(product):
         together = product(x, experts)
         alone = [product(x[i : i + 1], experts[i : i + 1]) for i in range(16)]
         np.testing.assert_array_equal(*(np.array(y.astype(mx.float32)) for y in (together, mx.concatenate(alone))))
 
+    of_tokens(lambda x, e: mm.gather_qmm(x, *gate, rhs_indices=e))
+    of_tokens(lambda x, e: mm.gather_swiglu(x, gate, up, rhs_indices=e))
+    of_tokens(lambda x, e: mm.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=e))
+
+
+@pytest.mark.parametrize("gpu", ["m2-max", "h200"])
+def test_experts_on_gpus(rng, dtype, gpu):
+    """Also of many pairs of an expert, which share a product otherwise."""
     with mm.patched(exact=True), mm.simulator.enabled(gpu=gpu):
-        of_tokens(lambda x, e: mm.gather_qmm(x, *gate, rhs_indices=e))
-        of_tokens(lambda x, e: mm.gather_swiglu(x, gate, up, rhs_indices=e))
-        of_tokens(lambda x, e: mm.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=e))
+        assert_tokens_alone(rng, dtype, 256)
+
+
+def test_experts_on_a_cpu(rng, dtype, native):
+    with mm.patched(exact=True):
+        assert_tokens_alone(rng, dtype, 576)
+
+
+def blocks_of(rng, kind, outputs, columns):
+    return mx.array(draw_blocks(rng, outputs, columns // KINDS[kind].weights, kind))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_gguf_under_the_patch_on_a_cpu(rng, dtype, native, kind):
+    """Of one, two and all rows that integers and panels take otherwise; beyond 32 with the argument."""
+    blocks, bias = blocks_of(rng, kind, 70, 768), draw(rng, (70,), dtype)
+    with mm.patched(exact=True):
+        for rows in (2, 3, 9, 31, 32):
+            assert_rows_alone(lambda x: mm.block_matmul(x, blocks, kind, bias), draw(rng, (rows, 768), dtype))
+    assert_rows_alone(lambda x: mm.block_matmul(x, blocks, kind, exact=True), draw(rng, (67, 768), dtype))
+
+
+@pytest.mark.parametrize("gpu", ["m2-max", "m5", "h200"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_gguf_on_gpus(rng, dtype, gpu, kind):
+    """Of few and of many columns and outputs, which simdgroups share in different ways."""
+    for outputs, columns in ((21, 256), (3, 1024)):
+        blocks, bias = blocks_of(rng, kind, outputs, columns), draw(rng, (outputs,), dtype)
+        with mm.simulator.enabled(gpu=gpu):
+            with mm.patched(exact=True):
+                for rows in (2, 5, 16):
+                    assert_rows_alone(
+                        lambda x: mm.block_matmul(x, blocks, kind, bias), draw(rng, (rows, columns), dtype)
+                    )
+            assert_rows_alone(lambda x: mm.block_matmul(x, blocks, kind, exact=True), draw(rng, (18, columns), dtype))
+
+
+@pytest.mark.parametrize("gpu", [None, "m2-max", "h200"])
+def test_a_row_that_is_not_finite_spoils_itself_alone(rng, gpu):
+    """NaN and infinity in some rows of x: the others keep the bits that they have alone."""
+    triple, dense = quantize(rng, (40, 576), mx.float16, 64, 4), draw(rng, (40, 576), mx.float16)
+    blocks = blocks_of(rng, "q4_0", 40, 576)
+    values = np.array(draw(rng, (7, 576), mx.float16)) / 20
+    values[1, 3], values[4, 575] = np.nan, np.inf
+    x = mx.array(values)
+    products = {
+        "dense": lambda x: mm.gemv(dense, x),
+        "4 bits": lambda x: mm.quantized_matmul(x, *triple),
+        "gate and up": lambda x: mm.quantized_swiglu(x, triple, triple),
+        "blocks": lambda x: mm.block_matmul(x, blocks, "q4_0"),
+    }
+    with mm.patched(exact=True), mm.simulator.enabled(gpu=gpu) if gpu else nullcontext():
+        for name, product in products.items():
+            assert_rows_alone(product, x)
+            y = np.array(product(x).astype(mx.float32))
+            assert np.isnan(y[1]).all() and np.isfinite(np.delete(y, [1, 4], axis=0)).all(), name
+            assert not np.isfinite(y[4]).any(), name
 
 
 def test_gradients(rng, native):

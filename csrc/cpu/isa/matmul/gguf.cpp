@@ -174,8 +174,8 @@ MITTENS_INLINE void quantize_floats(const Float (&values)[vectors], uint8_t* blo
 }  // namespace
 
 void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
-                  size_t rows, size_t columns, size_t outputs) {
-  const ProductCall call{type, nullptr, x, bias, y, 1, rows, columns, outputs, false};
+                  size_t rows, size_t columns, size_t outputs, bool exact) {
+  const ProductCall call{type, nullptr, x, bias, y, 1, rows, columns, outputs, exact};
   auto multiply = [&](const auto& source) {
     using Source = std::remove_cvref_t<decltype(source)>;
     row_products<Source>([&](size_t, size_t) { return source; }, call);
