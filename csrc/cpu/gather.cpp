@@ -197,28 +197,28 @@ void gather_dense_vjp(Type type, const Gather& gather, const void* x, const void
 }
 
 void gather_quantized(Type type, const QuantizedWeights* stack, const Gather& gather, const void* x, void* y,
-                      bool int8) {
+                      ProductMode mode) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto chosen = chosen_of(stack, matrices, count);
-    quantized_matmul(type, chosen.data(), x, nullptr, y, count, rows, gather.columns, gather.outputs, {false, int8});
+    quantized_matmul(type, chosen.data(), x, nullptr, y, count, rows, gather.columns, gather.outputs, mode);
   });
 }
 
 void gather_dense(Type type, const void* const* stack, size_t weight_stride, bool transpose, const Gather& gather,
-                  const void* x, void* y) {
+                  const void* x, void* y, bool exact) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto chosen = chosen_of(stack, matrices, count);
     gemv(type, chosen.data(), weight_stride, transpose, x, nullptr, y, count, rows, gather.columns, gather.outputs,
-         false);
+         exact);
   });
 }
 
 void gather_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
-                   const Gather& gather, const void* x, void* y, bool int8) {
+                   const Gather& gather, const void* x, void* y, ProductMode mode) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto gates = chosen_of(gate, matrices, count), ups = chosen_of(up, matrices, count);
     quantized_swiglu(type, activation, gates.data(), ups.data(), x, y, count, rows, gather.columns, gather.outputs,
-                     {false, int8});
+                     mode);
   });
 }
 

@@ -27,11 +27,11 @@ void gather_quantized(Type type,
                       const Gather& gather,
                       const void* x,  // [input_count, rows, columns]
                       void* y,  // [pairs, rows, outputs]
-                      bool int8);
+                      ProductMode mode);  // exact: where a matrix has up to most_exact_rows
 
 // The same with dense matrices, as gemv has it.
 void gather_dense(Type type, const void* const* stack, size_t weight_stride, bool transpose, const Gather& gather,
-                  const void* x, void* y);
+                  const void* x, void* y, bool exact);
 
 // dw[e] = round(the sum over pairs p of the matrix e of dy[p]^T x[inputs[p]]), [outputs, columns]: the gradient by such
 // matrices. A pair with an index out of range has no share, and a matrix without pairs has zeros.
@@ -42,6 +42,6 @@ void gather_dense_vjp(Type type, const Gather& gather,
 
 // gather_quantized of two stacks, as quantized_swiglu has it.
 void gather_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
-                   const Gather& gather, const void* x, void* y, bool int8);
+                   const Gather& gather, const void* x, void* y, ProductMode mode);
 
 }  // namespace mittens::cpu

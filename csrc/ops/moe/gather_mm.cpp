@@ -192,10 +192,12 @@ class GatherMm : public GatherPrimitive {
       }
       stack[i] = first + offset * static_cast<int64_t>(b.itemsize());
     }
+    const cpu::Gather gather = native_gather(inputs);
     return [type = native_type(b.dtype()), stack = std::move(stack),
-            stride = static_cast<size_t>(b.strides(transpose ? -1 : -2)), transpose, gather = native_gather(inputs),
-            x = data_of(inputs[0]),
-            y = data_of(outputs[0])] { cpu::gather_dense(type, stack.data(), stride, transpose, gather, x, y); };
+            stride = static_cast<size_t>(b.strides(transpose ? -1 : -2)), transpose, gather, x = data_of(inputs[0]),
+            y = data_of(outputs[0]), exact = native_mode(numerics_, gather.pairs * gather.rows).exact] {
+      cpu::gather_dense(type, stack.data(), stride, transpose, gather, x, y, exact);
+    };
   }
 
   // The arrays that a launch of tiles reads besides its inputs.

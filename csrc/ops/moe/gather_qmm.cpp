@@ -155,9 +155,12 @@ class GatherQmm final : public GatherPrimitive {
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
-    return [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_),
-            gather = native_gather(inputs), x = data_of(inputs[0]), y = data_of(outputs[0]),
-            int8 = numerics_.int8] { cpu::gather_quantized(type, stack.data(), gather, x, y, int8); };
+    const cpu::Gather gather = native_gather(inputs);
+    return
+        [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_), gather,
+         x = data_of(inputs[0]), y = data_of(outputs[0]), mode = native_mode(numerics_, gather.pairs * gather.rows)] {
+          cpu::gather_quantized(type, stack.data(), gather, x, y, mode);
+        };
   }
 
   Arrays composed(const Arrays& inputs) override {

@@ -139,15 +139,16 @@ class GatherSum : public KernelPrimitive {
         .columns = static_cast<size_t>(inputs[0].shape(-1)),
         .outputs = static_cast<size_t>(inputs[1].shape(-2)),
     };
-    return [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_),
-            gather, x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr,
-            weights = data_of(inputs.back()), weights_type = native_type(inputs.back().dtype()),
-            chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0]), int8 = numerics_.int8] {
-      const cpu::Scratch products(gather.pairs * gather.outputs);
-      cpu::gather_quantized(type, stack.data(), gather, x, products.data(), int8);
-      cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, weights_type, y,
-                        gather.pairs / chosen, chosen, gather.outputs);
-    };
+    return
+        [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_), gather,
+         x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr, weights = data_of(inputs.back()),
+         weights_type = native_type(inputs.back().dtype()), chosen = static_cast<size_t>(inputs[0].shape(-2)),
+         y = data_of(outputs[0]), mode = native_mode(numerics_, gather.pairs)] {
+          const cpu::Scratch products(gather.pairs * gather.outputs);
+          cpu::gather_quantized(type, stack.data(), gather, x, products.data(), mode);
+          cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, weights_type, y,
+                            gather.pairs / chosen, chosen, gather.outputs);
+        };
   }
 
   Arrays composed(const Arrays& inputs) override {

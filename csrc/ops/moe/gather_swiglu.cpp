@@ -161,11 +161,12 @@ class GatherSwiglu : public GatherPrimitive {
     if (has_bias() || activation_.is_clipped()) {
       return nullptr;
     }
+    const cpu::Gather gather = native_gather(inputs);
     return [type = native_type(inputs[0].dtype()), activation = cpu::Activation{activation_.alpha, activation_.beta},
             gate = native_affine(inputs[1], inputs[2], inputs[3], format_),
-            up = native_affine(inputs[4], inputs[5], inputs[6], format_), gather = native_gather(inputs),
-            x = data_of(inputs[0]), y = data_of(outputs[0]), int8 = numerics_.int8] {
-      cpu::gather_swiglu(type, activation, gate.data(), up.data(), gather, x, y, int8);
+            up = native_affine(inputs[4], inputs[5], inputs[6], format_), gather, x = data_of(inputs[0]),
+            y = data_of(outputs[0]), mode = native_mode(numerics_, gather.pairs * gather.rows)] {
+      cpu::gather_swiglu(type, activation, gate.data(), up.data(), gather, x, y, mode);
     };
   }
 

@@ -4,7 +4,6 @@
 
 #include "params/moe.h"
 #include "runtime/array_layout.h"
-#include "runtime/numerics.h"
 
 namespace mittens {
 
@@ -13,7 +12,8 @@ namespace {
 // Rows of results from which on mlx-lm sorts them by their experts, and mx multiplies matrices.
 constexpr size_t most_single_rows = 64;
 
-// Most rows of results that are summed as a row alone, where exact products are asked for: 16 tokens by 16 experts.
+// Most rows of results that are summed as a row alone, where exact products are asked for: 16 tokens by 16 experts. On
+// a CPU an expert has at most cpu::most_exact_rows of them.
 constexpr size_t most_exact_rows = 256;
 
 bool are_exact(size_t rows) {
@@ -66,6 +66,10 @@ const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stre
 
 bool chooses_in_experts(mx::Stream stream) {
   return runs_apple_kernels(stream) && !is_exact();
+}
+
+cpu::ProductMode native_mode(const Numerics& numerics, size_t rows) {
+  return {numerics.exact && rows <= most_exact_rows, numerics.int8};
 }
 
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts) {

@@ -6,8 +6,10 @@
 
 #include "backends/launch.h"
 #include "mlx/stream.h"
+#include "cpu/quantized_matmul.h"
 #include "ops/matmul/plan.h"
 #include "params/matmul.h"
+#include "runtime/numerics.h"
 
 namespace mittens {
 
@@ -48,6 +50,9 @@ inline ProductSizes sizes_of(const QuantizedParams& params) {
 // Whether the patch's tokens choose their experts in the launch of these. On NVIDIA GPUs the launches of a router, its
 // experts and their sum were measured, and stay.
 bool chooses_in_experts(mx::Stream stream);
+
+// How native products with so many rows of results sum, for a call that was made for these numerics.
+cpu::ProductMode native_mode(const Numerics& numerics, size_t rows);
 
 // Whether pairs of the same expert are one product.
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts);
