@@ -215,7 +215,7 @@ inline void attention(
     }
     Tile<float, C, 1> scores;
     fill(scores, 0.0f);
-    multiply_rows<Shape::width, Shape::at_once>(scores, keys, key, limits.end(params), q, place.lane);
+    multiply_from_source<Shape::width, Shape::at_once>(scores, keys, key, limits.end(params), q, place.lane);
     multiply(scores, params.scale);
     if (!all_seen) {
       mask_scores(scores, hidden, key, rows, mask, params, place.lane);

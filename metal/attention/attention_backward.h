@@ -46,7 +46,7 @@ inline void load_part(HeadRows<T> of, uint row, uint part, thread T (&v)[N]) {
 
 // products = a b^T of 8 * R rows of a and 8 * C of b.
 template <typename T, int D, int R, int C>
-inline void multiply_rows(
+inline void multiply_fetched(
     thread Tile<float, R, C>& products, HeadRows<T> a, uint first_a, HeadRows<T> b, uint first_b, uint lane) {
   // Columns meet by pairs (mittens/tile.h), W of the 2 W neighbours that a lane loads apart.
   constexpr int W = D * sizeof(T) > 256 ? pack_elements<T> / 2 : pack_elements<T>;
@@ -155,7 +155,7 @@ inline Scores scores_of(
 
 // Of the lane's places along an axis of a tile, which come in pairs if they go across: from the tile's start.
 template <bool across>
-inline uint place_of(int n, uint lane) {
+inline uint tile_place(int n, uint lane) {
   return across ? n / 2 * 8 + tile_column(lane) + n % 2 : n * 8 + tile_row(lane);
 }
 
@@ -167,12 +167,12 @@ inline void apply_mask(
     thread const AttentionBackwardParams& params) {
 #pragma unroll
   for (int a = 0; a < (keys_first ? 2 * C : R); ++a) {
-    const uint row = min(first_row + place_of<keys_first>(a, lane), params.rows - 1);
+    const uint row = min(first_row + tile_place<keys_first>(a, lane), params.rows - 1);
     const device M* own =
         (const device M*)(scores.mask + row * params.mask_row_bytes) + scores.mask_start;
 #pragma unroll
     for (int b = 0; b < (keys_first ? R : 2 * C); ++b) {
-      const uint key = min(first_key + place_of<!keys_first>(b, lane), params.columns - 1);
+      const uint key = min(first_key + tile_place<!keys_first>(b, lane), params.columns - 1);
       const M mask = own[int(key) * params.mask_key];
       const int r = keys_first ? b : a;
       const int i = keys_first ? a : b;
@@ -200,11 +200,11 @@ inline void mask_products(
   }
 #pragma unroll
   for (int a = 0; a < (keys_first ? 2 * C : R); ++a) {
-    const int row = int(first_row + place_of<keys_first>(a, lane));
+    const int row = int(first_row + tile_place<keys_first>(a, lane));
     const int end = row < int(params.rows) ? min(row + params.seen_end, int(params.columns)) : 0;
 #pragma unroll
     for (int b = 0; b < (keys_first ? R : 2 * C); ++b) {
-      const int key = int(first_key + place_of<!keys_first>(b, lane));
+      const int key = int(first_key + tile_place<!keys_first>(b, lane));
       const int r = keys_first ? b : a;
       const int i = keys_first ? a : b;
       const bool seen = (key < end) & (key >= row + params.seen_begin);
@@ -222,7 +222,7 @@ inline void weigh(
   constexpr int keys = keys_first ? R : 2 * C;
 #pragma unroll
   for (int a = 0; a < rows; ++a) {
-    const uint row = min(first_row + place_of<keys_first>(a, lane), params.rows - 1);
+    const uint row = min(first_row + tile_place<keys_first>(a, lane), params.rows - 1);
     const float2 statistics = scores.statistics[scores.first + row];
 #pragma unroll
     for (int b = 0; b < keys; ++b) {

@@ -127,9 +127,9 @@ template <typename T, int D, int C>
   for (uint key = range.x; key < range.y; key += 8 * C) {
     Tile<float, 1, C> s;
     Tile<float, 1, C> dp;
-    multiply_rows<T, D>(s, queries, first, keys, key, lane);
+    multiply_fetched<T, D>(s, queries, first, keys, key, lane);
     mask_products<T, false>(s, scores, first, key, lane, params);
-    multiply_rows<T, D>(dp, cotangents, first, values, key, lane);
+    multiply_fetched<T, D>(dp, cotangents, first, values, key, lane);
     weigh<T, false>(s, dp, scores, first, lane, params);
     add_weighted<ScoreType<T>, T, D>(sums, dp, finite_keys, key, lane);
   }
@@ -172,11 +172,11 @@ template <typename T, int D, int C, bool for_keys, bool for_values>
     for (uint row = range.x; row < range.y; row += 8 * C) {
       Tile<float, 1, C> s;
       Tile<float, 1, C> dp;
-      multiply_rows<T, D>(s, keys, first, queries, row, lane);
+      multiply_fetched<T, D>(s, keys, first, queries, row, lane);
       mask_products<T, true>(s, scores, row, first, lane, params);
       fill(dp, 0.0f);
       if (for_keys) {
-        multiply_rows<T, D>(dp, values, first, cotangents, row, lane);
+        multiply_fetched<T, D>(dp, values, first, cotangents, row, lane);
       }
       weigh<T, true>(s, dp, scores, row, lane, params);
       if (for_values) {
@@ -239,9 +239,9 @@ template <typename T, int D>
         if (key + 8 * C > range.x) {
           Tile<float, 1, C> s;
           Tile<float, 1, C> dp;
-          multiply_rows<T, D>(s, queries, row, keys, key, lane);
+          multiply_fetched<T, D>(s, queries, row, keys, key, lane);
           mask_products<T, false>(s, scores, row, key, lane, params);
-          multiply_rows<T, D>(dp, cotangents, row, values, key, lane);
+          multiply_fetched<T, D>(dp, cotangents, row, values, key, lane);
           weigh<T, false>(s, dp, scores, row, lane, params);
           add(sums, dp);
         }

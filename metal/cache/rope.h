@@ -59,12 +59,12 @@ inline Turn turn_of(uint pair, int at, const device float* freqs, constant RopeA
 }
 
 // The columns of a pair.
-struct Pair {
+struct RopePair {
   uint low;
   uint high;
 };
 
-inline Pair pair_at(uint pair, constant RopeAppendParams& params) {
+inline RopePair pair_at(uint pair, constant RopeAppendParams& params) {
   const uint low = params.traditional ? 2 * pair : pair;
   return {low, params.traditional ? low + 1 : params.pairs + low};
 }
@@ -77,7 +77,7 @@ inline void rotate_part(
   const uint pairs = params.pairs;
   if (first < pairs) {
     const Turn turn = turn_of(first, at, freqs, params);
-    const Pair pair = pair_at(first, params);
+    const RopePair pair = pair_at(first, params);
     const float x = head.at(pair.low);
     const float y = head.at(pair.high);
     target[pair.low] = T(x * turn.cosine - y * turn.sine);
@@ -98,7 +98,7 @@ inline T rotated(
   }
   const uint index = params.traditional ? column / 2 : column < pairs ? column : column - pairs;
   const Turn turn = turn_of(index, at, freqs, params);
-  const Pair pair = pair_at(index, params);
+  const RopePair pair = pair_at(index, params);
   const float x = head.at(pair.low);
   const float y = head.at(pair.high);
   return column == pair.low ? T(x * turn.cosine - y * turn.sine) : T(x * turn.sine + y * turn.cosine);

@@ -103,7 +103,7 @@ inline void dequantize_run(const device uchar* blocks, device T* w, uint run) {
     float v[W];
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      v[j] = weight_of<Rows>(loaded, q[i * W + j], i * W + j);
+      v[j] = run_weight<Rows>(loaded, q[i * W + j], i * W + j);
     }
     ((device uint4*)w)[size_t(run) * (kDequantizedColumns / W) + i] = pack<T>(v);
   }

@@ -56,7 +56,7 @@ template <typename T, QuantizedFormat F>
   const typename Rows::Source matrix[1] = {
       Rows::of(w, w_scales, w_biases, params, 0).at(outputs.first, outputs.alone)};
   float totals[R];
-  multiply_rows<1, R, 1>(rows, matrix, at, totals);
+  dot_rows<1, R, 1>(rows, matrix, at, totals);
   const float product[1] = {sum_of_sharers(totals, at, partials)};
   const uint output = min(outputs.first + lane / (32 / R), params.outputs - 1);
   const SummedRow<T> row = {residual, norm_weight, sum, scaled, squares};

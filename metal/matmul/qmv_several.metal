@@ -65,7 +65,7 @@ template <typename T, QuantizedFormat F>
       Rows::of(of_matrix(i, w, ), of_matrix(i, w, _scales), of_matrix(i, w, _biases), params.weights, 0)
           .at(outputs.first, outputs.alone)};
   float totals[R];
-  multiply_rows<1, R, 1>(rows, matrix, at, totals);
+  dot_rows<1, R, 1>(rows, matrix, at, totals);
   const float sum = sum_of_sharers(totals, at, partials);
   write_output(sum, of_matrix(i, bias, ), y, i, at, outputs, params);
 }
@@ -89,7 +89,7 @@ template <typename T, QuantizedFormat F>
       Rows::of(of_matrix(i, w, ), of_matrix(i, w, _scales), of_matrix(i, w, _biases), params.weights, 0)
           .at(outputs.first, outputs.alone)};
   float totals[R];
-  multiply_rows<1, R, 1>(row, matrix, at, totals);
+  dot_rows<1, R, 1>(row, matrix, at, totals);
   const float sum = sum_of_sharers(totals, at, partials);
   const float n = norm_of_row(squares, params.weights.columns, params.norm, lane);
   write_output(normed_sum(sum, n, row, lane), of_matrix(i, bias, ), y, i, at, outputs, params);

@@ -62,7 +62,7 @@ template <typename T, QuantizedFormat F>
       Rows::of(gate, gate_scales, gate_biases, weights, 0).at(outputs.first, outputs.alone),
       Rows::of(up, up_scales, up_biases, weights, 0).at(outputs.first, outputs.alone)};
   float totals[C];
-  multiply_rows<2, R, 1>(row, matrices, at, totals);
+  dot_rows<2, R, 1>(row, matrices, at, totals);
   const float sum = sum_of_sharers(totals, at, partials);
   float sums[2] = {normed_sum(sum, norm_of_row(squares, weights.columns, params.norm, lane), row, lane)};
   sums[1] = simd_shuffle_xor(sums[0], ushort(16));  // the upper half of the lanes has up's

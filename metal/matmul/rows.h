@@ -116,7 +116,7 @@ inline void load_x(const device Element* from, thread RunOfX<typename Activation
 
 // Weight i of a run, from its unpacked q: a multiply-add, so that it is rounded once.
 template <typename Source>
-inline float weight_of(typename Source::Run run, half q, int i) {
+inline float run_weight(typename Source::Run run, half q, int i) {
   using Values = typename Source::Values;
   const float unit = 1 / Values::factor(Values::level(i));
   if constexpr (Source::has_bias) {
@@ -148,7 +148,7 @@ inline void add_weights(
       Values::unpack(runs[c].words, q);
 #pragma unroll
       for (int i = 0; i < E; ++i) {
-        const float w = weight_of<Source>(runs[c], q[part + i], part + i);
+        const float w = run_weight<Source>(runs[c], q[part + i], part + i);
 #pragma unroll
         for (int m = 0; m < M; ++m) {
           totals[c * M + m] = fma(w, rows[m][i], totals[c * M + m]);
@@ -216,7 +216,7 @@ struct Sharing {
 
 // totals[(s * R + r) * M + m] = x[m] * row r of source s, over the lane's columns.
 template <int N, int R, int M, typename X, typename Source>
-inline void multiply_rows(
+inline void dot_rows(
     thread const X& x, thread const Source (&w)[N], Sharing at, thread float (&totals)[N * R * M]) {
   using T = typename X::Type;
   using Values = typename Source::Values;
@@ -306,7 +306,7 @@ inline void multiply_by_rows(
     own[s] = w[s].at(outputs.first, outputs.alone);
   }
   float totals[C];
-  multiply_rows<N, R, M>(rows, own, at, totals);
+  dot_rows<N, R, M>(rows, own, at, totals);
   float sums[N] = {sum_of_sharers(totals, at, partials)};
   if constexpr (N == 2) {
     sums[1] = simd_shuffle_xor(sums[0], ushort(16));  // the upper half of the lanes has the second's

@@ -64,7 +64,7 @@ inline void load_pairs(threadgroup const vec<U, 2>* from, thread vec<U, 2> (&to)
 // sums += a b, where a has 8 C rows of D columns from row `first` on; rows from `rows` on repeat the last one. b lies
 // in memory as lanes have it, at place_of_right.
 template <int D, int W = 1, typename Source, typename U, int C>
-inline void multiply_rows(
+inline void multiply_from_source(
     thread Tile<float, C, 1>& sums, Source a, uint first, uint rows, threadgroup const vec<U, 2>* b, uint lane) {
   constexpr int E = Source::Values::size;
 #pragma unroll

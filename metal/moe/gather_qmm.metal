@@ -49,7 +49,7 @@ template <typename T, QuantizedFormat F>
       addend = float(bias[size_t(pair.matrix) * params.weights.outputs + output]);
     }
     float totals[R];
-    multiply_rows<1, R, 1>(rows, matrix, in_pair, totals);
+    dot_rows<1, R, 1>(rows, matrix, in_pair, totals);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       totals[r] += int(in_pair.position) == r ? addend : 0.0f;

@@ -42,7 +42,7 @@ template <typename T, QuantizedFormat F>
         Rows::of(up, up_scales, up_biases, params.weights, pair.matrix).at(outputs.first, outputs.alone)};
     const float addend = gated_addend<R>(gate_bias, up_bias, pair.matrix, true, params.weights, outputs, at.position);
     float totals[C];
-    multiply_rows<2, R, 1>(rows, both, at, totals);
+    dot_rows<2, R, 1>(rows, both, at, totals);
 #pragma unroll
     for (int i = 0; i < C; ++i) {
       totals[i] += int(at.position) == i ? addend : 0.0f;

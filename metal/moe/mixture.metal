@@ -69,7 +69,7 @@ template <typename T, QuantizedFormat F>
           .at(outputs.first, outputs.alone)};
   const float addend = gated_addend<R>(gate_bias, up_bias, expert, !own, shape, outputs, at.position);
   float totals[C];
-  multiply_rows<2, R, 1>(rows, both, at, totals);
+  dot_rows<2, R, 1>(rows, both, at, totals);
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     totals[c] += int(at.position) == c ? addend : 0.0f;
@@ -108,7 +108,7 @@ inline float sum_of_experts(
     addend = float(bias[size_t(expert) * shape.outputs + outputs.first + (outputs.alone ? 0 : at.lane)]);
   }
   float totals[R];
-  multiply_rows<1, R, 1>(rows, matrix, Sharing{at.lane, 1, at.block, at.lane}, totals);
+  dot_rows<1, R, 1>(rows, matrix, Sharing{at.lane, 1, at.block, at.lane}, totals);
   const float weight = own ? 1.0f / (1.0f + precise::exp(-float(shared_logits[token]))) : float(weights[place]);
 #pragma unroll
   for (int r = 0; r < R; ++r) {

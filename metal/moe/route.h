@@ -59,7 +59,7 @@ inline void score_experts(
 }
 
 // The place of the n-th that is found among the chosen.
-inline uint place_of(uint n, constant RouteParams& params) {
+inline uint place_of_round(uint n, constant RouteParams& params) {
   return params.descending ? n : params.k - 1 - n;
 }
 
@@ -108,12 +108,12 @@ inline void find_expert(
     threadgroup uint* found) {
   score_experts(logits + size_t(token) * params.experts, bias, params, lane, scores, keys);
   const bool is_writer = block == 0 && i == 0;
-  const uint rounds = is_writer ? params.k : place_of(i, params) + 1;
+  const uint rounds = is_writer ? params.k : place_of_round(i, params) + 1;
   uint chosen = 0;  // by this lane's place
   uint expert = 0;
   for (uint n = 0; n < rounds; ++n) {
     const uint index = take_expert(keys, params, lane);
-    const uint place = place_of(n, params);
+    const uint place = place_of_round(n, params);
     chosen = lane == place ? index : chosen;
     expert = i == place ? index : expert;
   }

@@ -25,7 +25,7 @@ template <typename T>
   uint chosen = 0;  // by this lane's place
   for (uint n = 0; n < params.k; ++n) {
     const uint index = take_expert(keys, params, lane);
-    chosen = lane == place_of(n, params) ? index : chosen;
+    chosen = lane == place_of_round(n, params) ? index : chosen;
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);  // scores are other lanes'
   const float weight = weight_of_chosen(scores, chosen, params, lane);

@@ -125,7 +125,7 @@ inline void multiply_shared(
   const OwnRow own =
       rows_of_pairs<T, M>(of.x, of.matrices, of.inputs, params, shared, of.row, at.lane / (32 / C) % M, rows);
   float totals[C];
-  multiply_rows<N, R, M>(rows, w, at, totals);
+  dot_rows<N, R, M>(rows, w, at, totals);
   float sum = sum_of_sharers(totals, at, partials);
   const uint output = outputs.first + at.lane / (32 / N / R) % R;
   if constexpr (N == 2) {  // the upper half of the lanes has the sums of up

@@ -39,7 +39,7 @@ inline vec<U, 2> pair_of_rows(Source, typename Source::Run upper, typename Sourc
   return vec<U, 2>(U(Source::element(upper, e)), U(Source::element(lower, e)));
 }
 
-// Runs of 8 C rows of D columns that are on their way: the lane's, as multiply_rows takes them.
+// Runs of 8 C rows of D columns that are on their way: the lane's, as multiply_from_source takes them.
 template <int D, typename Source, int C>
 struct LoadedRows {
   typename Source::Run at[C][D / (4 * Source::Values::size)];

@@ -59,7 +59,7 @@ template <typename T, QuantizedFormat F>
           .at(outputs.first, outputs.alone)};
   const float addend = gated_addend<R>(gate_bias, up_bias, expert, !own, shape, outputs, at.position);
   float totals[C];
-  multiply_rows<2, R, 1>(row, both, at, totals);
+  dot_rows<2, R, 1>(row, both, at, totals);
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     totals[c] = normed_sum(totals[c], n, row, lane) + (int(at.position) == c ? addend : 0.0f);
