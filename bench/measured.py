@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from mlx_mittens.frontend import sources
+from mlx_mittens.frontend.read import sources
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -119,9 +119,9 @@ def stale(table: dict) -> list[str]:
 def _ptx(root: Path, files: list[str]) -> dict[str, str]:
     """A digest of the PTX of each variant of some files of a tree."""
     code = (
-        "import hashlib, json, sys; sys.path.insert(0, 'mlx_mittens'); from frontend import build\n"
-        "kernels = [(file, v.name) for file in sys.argv[1:] for v in build.variants(file)]\n"
-        "texts = build.all_ptx(kernels)\n"
+        "import hashlib, json, sys; sys.path.insert(0, 'mlx_mittens'); import frontend\n"
+        "kernels = [(file, v.name) for file in sys.argv[1:] for v in frontend.variants(file)]\n"
+        "texts = frontend.all_ptx(kernels)\n"
         "print(json.dumps({name: hashlib.sha256(text.encode()).hexdigest() for (_, name), text in texts.items()}))"
     )
     there = [file for file in files if (root / "metal" / file).is_file()]  # a file may be newer

@@ -195,10 +195,11 @@ class Trial:
         if not inside:
             return "none in this wheel"
         code = (
-            "from mlx_mittens.frontend import build, sources\n"
-            "for file in sources.files():\n"
-            "    key = build.prebuilt_key(sources.flatten(file))\n"
-            "    for variant in build.variants(file): print(build.entry_name(variant.name), key)\n"
+            "from mlx_mittens import frontend\n"
+            "from mlx_mittens.frontend import library\n"
+            "for file in frontend.files():\n"
+            "    key = library.prebuilt_key(frontend.flatten(file))\n"
+            "    for variant in frontend.variants(file): print(frontend.entry_name(variant.name), key)\n"
         )
         wanted = dict(line.split(maxsplit=1) for line in self.python("-c", code).splitlines())
         found = {Path(name).stem: _first_line(self.wheel, name).removeprefix("// ") for name in inside}

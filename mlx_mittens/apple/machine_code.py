@@ -20,7 +20,8 @@ from functools import cached_property
 from pathlib import Path
 
 from .. import frontend
-from ..frontend import CompileError, cache, spirv_module
+from ..frontend import CompileError, cache
+from ..frontend.lower import spirv_module
 from . import agx_compiler, shipped
 
 NOT_COMPILED = "not compiled"  # what tables and texts say of a kernel without machine code

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import frontend
+from ..frontend.read import sources
 
 NAME = "machine_code.json.xz"
 
@@ -64,7 +65,7 @@ def path() -> Path:
 
 @functools.lru_cache(maxsize=64)  # a file is asked for with each of its variants
 def _digest_of(text: str) -> str:
-    return hashlib.sha256(frontend.sources.tokens(text).encode()).hexdigest()[:16]
+    return hashlib.sha256(sources.tokens(text).encode()).hexdigest()[:16]
 
 
 @functools.cache

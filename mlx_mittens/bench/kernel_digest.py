@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from ..frontend import build, cache, sources
+from ..frontend import cache, library
+from ..frontend.read import sources
 from ..patching.digests import as_tuples
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -12,10 +13,10 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def digest(*others: str) -> str:
     """The digest, also of other texts that a table depends on. Comments and layout do not change it."""
-    headers = sorted(path for path in build.INCLUDE.rglob("*") if path.is_file() and path.name != "abi.h")
-    headers.append(build._abi_folder() / "simulator" / "abi.h")  # elsewhere in an installed package
+    headers = sorted(path for path in library.INCLUDE.rglob("*") if path.is_file() and path.name != "abi.h")
+    headers.append(library.abi_folder() / "simulator" / "abi.h")  # elsewhere in an installed package
     texts = [sources.flatten(file) for file in sources.files()] + [path.read_text() for path in headers]
-    python = [code_of(path.read_text()) for path in sorted(build.INCLUDE.parent.glob("*.py"))]
+    python = [code_of(path.read_text()) for path in sorted(library.INCLUDE.parent.rglob("*.py"))]
     return cache.key(*map(sources.tokens, texts), *python, *others)[:16]
 
 

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from .. import frontend
-from ..frontend import CompileError, dialect
+from ..frontend import CompileError
+from ..frontend.check import dialect
 from ..frontend.errors import ERROR, UNCOVERED, WARNING, Problem
 from .options import UsageError, registered
 

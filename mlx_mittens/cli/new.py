@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mlx_mittens
 
-from ..frontend import build
+from ..frontend import library
 from .completion import offer
 from .options import UsageError, listed
 
@@ -108,8 +108,8 @@ def _is_word(name: str, family: str) -> bool:
         return True
     if name in _RESERVED or _RESERVED_PATTERN.fullmatch(name):
         return True
-    library = (build.INCLUDE / "metal").glob("*.h")
-    return any(name in _declared(path) for path in (*library, SKELETONS / family / f"{_NAME}.metal.in"))
+    headers = (library.INCLUDE / "metal").glob("*.h")
+    return any(name in _declared(path) for path in (*headers, SKELETONS / family / f"{_NAME}.metal.in"))
 
 
 def _bound(module: Path) -> set[str]:

@@ -113,7 +113,7 @@ def registered(path: str) -> str:
         UsageError: It cannot be read, or is of another language.
     """
     from .. import frontend
-    from ..frontend.sources import metal_folder
+    from ..frontend.read.sources import metal_folder
 
     if Path(path).suffix.lower() not in _METAL:
         raise UsageError(f"{path} is no Metal file: expected one that ends in .metal, or a header")

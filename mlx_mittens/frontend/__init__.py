@@ -5,26 +5,30 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .build import (
-        all_ptx,
-        entry_name,
-        has_prebuilt_ptx,
-        metallib,
-        ptx,
-        signature,
-        simulator_library,
-        spirv,
-        translate,
-        variants,
-    )
+    from .build import signature, translate, variants
+    from .build_ptx import all_ptx, entry_name, has_prebuilt_ptx, ptx
+    from .build_simulator import simulator_library
+    from .build_spirv import spirv
     from .compiler import compiler_problem
     from .errors import CompileError
-    from .instantiations import metal_kernels, metal_text
-    from .rewrite import Argument, Variant
-    from .sources import files, flatten, is_for_apple, name_of_text, register_source, source
+    from .library import metallib
+    from .read.instantiations import metal_kernels, metal_text
+    from .read.sources import files, flatten, is_for_apple, name_of_text, register_source, source
+    from .rewrite.translation import Argument, Variant
 else:
     # A process that compiles nothing, such as one that computes on a CPU, imports none of these.
-    _MODULES = ("build", "compiler", "errors", "instantiations", "rewrite", "sources")
+    _MODULES = (
+        "errors",
+        "read.sources",
+        "read.instantiations",
+        "compiler",
+        "library",
+        "rewrite.translation",
+        "build",
+        "build_simulator",
+        "build_ptx",
+        "build_spirv",
+    )
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

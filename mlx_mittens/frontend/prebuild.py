@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from . import build, compiler, sources
+from . import build, build_ptx, compiler, library
+from .read import sources
 
 ARCH = "sm_80"
 NO_CLANG = 3  # which cmake/Kernels.cmake knows; Python itself exits with 1 and 2
@@ -23,10 +24,10 @@ def prebuild(folder: Path) -> int:
 
     files = [file for file in sources.files() if not sources.is_for_apple(file)]
     kernels = [(file, variant.name) for file in files for variant in build.variants(file)]
-    texts = build.all_ptx(kernels, ARCH)
+    texts = build_ptx.all_ptx(kernels, ARCH)
     for (file, kernel), text in texts.items():
-        path = target / f"{build.entry_name(kernel)}.ptx"
-        path.write_text(f"// {build.prebuilt_key(sources.flatten(file))}\n{text}")
+        path = target / f"{build_ptx.entry_name(kernel)}.ptx"
+        path.write_text(f"// {library.prebuilt_key(sources.flatten(file))}\n{text}")
     return len(texts)
 
 

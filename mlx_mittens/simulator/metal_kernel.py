@@ -21,7 +21,7 @@ import mlx.core as mx
 from .. import _ext, frontend
 from ..apple import agx_compiler
 from ..apple.chips import find_chip
-from ..frontend.sources import without_comments
+from ..frontend.read.sources import without_comments
 from . import holders
 from .prediction import PredictedLaunch, predict_launches
 from .profile import profiled

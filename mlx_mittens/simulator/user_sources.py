@@ -6,7 +6,8 @@ import threading
 from pathlib import Path
 
 from .. import frontend
-from ..frontend import dialect, source_lines
+from ..frontend.check import dialect
+from ..frontend.read import source_lines
 
 _texts: dict[str, str] = {}
 _compiling = threading.Lock()

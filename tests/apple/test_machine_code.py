@@ -8,7 +8,8 @@ import pytest
 from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler, machine_code
 from mlx_mittens.apple.machine_code import KINDS, MesaError, Request, compile_all
-from mlx_mittens.frontend import CompileError, bfloat_lowering, spirv_module
+from mlx_mittens.frontend import CompileError
+from mlx_mittens.frontend.lower import bfloat_lowering, spirv_module
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
 needs_compilers = pytest.mark.skipif(bool(problem), reason=problem)

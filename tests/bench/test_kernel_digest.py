@@ -1,7 +1,7 @@
 """Digests of kernels and of what translates them: they change with the code, not with what is said of it."""
 
 from mlx_mittens.bench import kernel_digest
-from mlx_mittens.frontend import sources
+from mlx_mittens.frontend.read import sources
 
 
 def test_comments_and_layout_are_not_code():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mittens.frontend import sources
+from mlx_mittens.frontend.read import sources
 
 ROOT = Path(__file__).parents[2]
 MEASURED = runpy.run_path(str(ROOT / "bench" / "measured.py"))

@@ -13,7 +13,8 @@ import tarfile
 import pytest
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import build, sources
+from mlx_mittens.frontend import library
+from mlx_mittens.frontend.read import sources
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "cmake"))
@@ -136,14 +137,14 @@ def test_only_gcc_is_told_of_its_own_warning(tmp_path, compiler, told):
 def editable(tmp_path, monkeypatch):
     """The folder of an editable install: what was built and the kernels it was built from; the code is elsewhere."""
     shutil.copytree(sources.metal_folder(), tmp_path / "metal")
-    monkeypatch.setattr(build, "_installed", lambda: tmp_path)
+    monkeypatch.setattr(library, "installed", lambda: tmp_path)
     return tmp_path
 
 
 def test_what_was_built_is_beside_the_extension():
     import mlx_mittens
 
-    assert build._installed() == pathlib.Path(mlx_mittens._ext.__file__).parents[1]
+    assert library.installed() == pathlib.Path(mlx_mittens._ext.__file__).parents[1]
 
 
 def test_an_editable_install_finds_its_metallib(editable):
@@ -184,7 +185,7 @@ def test_the_metallib_is_installed_where_it_is_looked_for(tmp_path, monkeypatch,
     for step in steps:
         done = subprocess.run(["cmake", *step], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(build, "_installed", lambda: tmp_path / "site" / "mlx_mittens")
+    monkeypatch.setattr(library, "installed", lambda: tmp_path / "site" / "mlx_mittens")
     installed = tmp_path / "site" / "mlx_mittens" / "metal" / "mlx_mittens.metallib"
     assert frontend.metallib() == frontend.metallib("norm/softmax.metal") == (str(installed) if compiler else "")
 
@@ -211,7 +212,7 @@ def test_an_editable_install_finds_its_ptx(editable):
     kernel = frontend.variants(file)[0].name
     path = editable / "ptx" / "sm_80" / f"{frontend.entry_name(kernel)}.ptx"
     path.parent.mkdir(parents=True)
-    path.write_text(f"// {build.prebuilt_key(frontend.flatten(file))}\nprebuilt")
+    path.write_text(f"// {library.prebuilt_key(frontend.flatten(file))}\nprebuilt")
     assert frontend.has_prebuilt_ptx()
     assert frontend.ptx(file, kernel).endswith("\nprebuilt")
 
@@ -225,7 +226,7 @@ def test_a_source_archive_holds_what_the_build_needs(tmp_path):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("no git repository: an archive was unpacked")
-    code = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
+    code = "import sys; from scikit_build_core.build import library_sdist; print(build_sdist(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with tarfile.open(tmp_path / done.stdout.split()[-1]) as archive:

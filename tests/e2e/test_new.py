@@ -10,7 +10,8 @@ import pytest
 
 from mlx_mittens.cli import new
 from mlx_mittens.cli.main import main
-from mlx_mittens.frontend import dialect, sources
+from mlx_mittens.frontend.check import dialect
+from mlx_mittens.frontend.read import sources
 
 ROOT = Path(__file__).parents[2]
 

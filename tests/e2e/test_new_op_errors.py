@@ -13,7 +13,7 @@ import pytest
 
 import mlx_mittens as mm
 from mlx_mittens import frontend
-from mlx_mittens.frontend import sources
+from mlx_mittens.frontend.read import sources
 from mlx_mittens.ops._declaration import defined_in_extension
 
 ROOT = Path(__file__).parents[2]

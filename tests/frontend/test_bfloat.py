@@ -6,7 +6,7 @@ The check compiles it as a type of clang's own, not as a class. These statements
 import re
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import dialect
+from mlx_mittens.frontend.check import dialect
 
 HEADER = """#include <metal_stdlib>
 using namespace metal;

@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mlx_mittens.frontend import bfloat_lowering, compiler
+from mlx_mittens.frontend import compiler
+from mlx_mittens.frontend.lower import bfloat_lowering
 
 pytestmark = pytest.mark.skipif(bool(compiler.compiler_problem()), reason=compiler.compiler_problem())
 

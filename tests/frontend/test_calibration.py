@@ -10,7 +10,7 @@ import pytest
 from helpers.dialect_cases import ACCEPTED, HEADER
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import dialect
+from mlx_mittens.frontend.check import dialect
 
 KERNELS = "mlx/backend/metal/kernels"
 FOLDER = Path(mx.__file__).parent / "include" / KERNELS

@@ -5,7 +5,7 @@ import pytest
 from mlx_mittens import frontend, specs
 from mlx_mittens.cli import simulate
 from mlx_mittens.cli.main import main
-from mlx_mittens.frontend.sources import metal_folder
+from mlx_mittens.frontend.read.sources import metal_folder
 
 SOUND = """#include <metal_stdlib>
 using namespace metal;

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_mittens import frontend
 from mlx_mittens.bench import mlx_sources
-from mlx_mittens.frontend import dialect
+from mlx_mittens.frontend.check import dialect
 
 HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
 KERNEL = """

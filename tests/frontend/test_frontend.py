@@ -12,7 +12,9 @@ import pytest
 from helpers.simulate import HEADER, kernel, register, run
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import CompileError, build, cache, dialect, sources
+from mlx_mittens.frontend import CompileError, build, cache
+from mlx_mittens.frontend.check import dialect
+from mlx_mittens.frontend.read import sources
 from mlx_mittens.simulator import Fault
 
 IN_OUT = "const device float* in [[buffer(0)]], device float* out [[buffer(1)]]"
@@ -852,11 +854,11 @@ def test_function_constants_in_ptx():
 
 def test_prebuilt(tmp_path, monkeypatch):
     """What a wheel may bring: one file a variant, taken as long as the kernel's text has not changed."""
-    from mlx_mittens.frontend import build, prebuild
+    from mlx_mittens.frontend import prebuild
 
     monkeypatch.setattr(sources, "files", lambda: ["norm/softmax.metal"])
     prebuild.prebuild(tmp_path / "ptx")
-    names = {build.entry_name(v.name) for v in frontend.variants("norm/softmax.metal")}
+    names = {frontend.entry_name(v.name) for v in frontend.variants("norm/softmax.metal")}
     assert {path.stem for path in (tmp_path / "ptx" / prebuild.ARCH).iterdir()} == names
     some = tmp_path / "ptx" / prebuild.ARCH / f"{sorted(names)[0]}.ptx"
     some.write_text(some.read_text() + "// prebuilt\n")

@@ -8,7 +8,7 @@ from helpers import tolerances
 
 from mlx_mittens import frontend
 from mlx_mittens.frontend import ptxas
-from mlx_mittens.frontend.mma_lowering import joined_products
+from mlx_mittens.frontend.lower.mma_lowering import joined_products
 
 needs_ptxas = pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip install nvidia-cuda-nvcc")
 

@@ -8,7 +8,7 @@ from helpers.dialect_cases import ACCEPTED, HEADER, REFUSED, UNCOVERED, on
 
 from mlx_mittens import frontend
 from mlx_mittens.cli.main import main
-from mlx_mittens.frontend import dialect
+from mlx_mittens.frontend.check import dialect
 from mlx_mittens.frontend.errors import NOTE
 
 

@@ -14,7 +14,8 @@ import pytest
 from helpers.tolerances import SUMS
 
 import mlx_mittens as mm
-from mlx_mittens.frontend import CompileError, dialect
+from mlx_mittens.frontend import CompileError
+from mlx_mittens.frontend.check import dialect
 from mlx_mittens.simulator import Fault
 from mlx_mittens.simulator.metal_kernel import _mlx_metal_kernel as mlx_metal_kernel
 

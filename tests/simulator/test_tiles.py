@@ -8,7 +8,7 @@ import pytest
 from helpers.simulate import kernel, register, run
 from helpers.tolerances import ROUNDINGS, SUM
 
-from mlx_mittens.frontend import dialect
+from mlx_mittens.frontend.check import dialect
 from mlx_mittens.simulator import Fault
 
 WHOLE_TILES = (Path(__file__).parents[2] / "examples" / "ladder" / "tiles.h").read_text()

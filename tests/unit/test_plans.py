@@ -14,8 +14,8 @@ from helpers.variants import planned_launches
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, gpus
-from mlx_mittens.frontend import sources
-from mlx_mittens.frontend.instantiations import metal_kernels
+from mlx_mittens.frontend.read import sources
+from mlx_mittens.frontend.read.instantiations import metal_kernels
 
 FILE = Path(__file__).with_name("plans.txt")
 GPUS = ("m1", "m2-max", "m3-ultra", "m5", "h200")

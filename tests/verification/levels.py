@@ -23,7 +23,7 @@ from helpers.variants import planned_launches
 import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs
 from mlx_mittens.apple import kernels
-from mlx_mittens.frontend import dialect
+from mlx_mittens.frontend.check import dialect
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verification.md"
 SPILLS = Path(__file__).parent / "agx_spills.txt"

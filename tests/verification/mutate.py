@@ -242,7 +242,7 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
     import numpy as np
 
     from mlx_mittens import _ext, frontend, specs
-    from mlx_mittens.frontend import sources
+    from mlx_mittens.frontend.read import sources
 
     mx.set_default_device(mx.cpu)
     rng = np.random.default_rng(0)

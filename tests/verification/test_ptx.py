@@ -7,7 +7,7 @@ from helpers import scripts
 from verification import levels
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import build, ptxas
+from mlx_mittens.frontend import build_ptx, ptxas
 
 STALE = "run python bench/registers.py"
 SAMPLE = 24  # one of this many calls of clang is made again by default, and its kernels are assembled
@@ -39,7 +39,7 @@ def calls():
     by_file = {}
     for file, name in registers.kernels():
         by_file.setdefault(file, []).append((file, name))
-    size = build._VARIANTS_PER_CALL
+    size = build_ptx._VARIANTS_PER_CALL
     return [some[i : i + size] for some in by_file.values() for i in range(0, len(some), size)]
 
 

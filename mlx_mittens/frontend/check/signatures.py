@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .builtins import GRID_POSITIONS, POSITIONS, SCALAR_POSITIONS, is_type
-from .rewrite import RewriteError, _Rewriter
+from ..read.builtins import GRID_POSITIONS, POSITIONS, SCALAR_POSITIONS, is_type
+from ..read.tokens import RewriteError
+from ..rewrite.draft import Draft
 
 MOST_INDEX = 30
 MOST_ARGUMENTS = 31
@@ -35,7 +36,7 @@ class Finding:
 class Signatures:
     """The kernels of a text."""
 
-    def __init__(self, reader: _Rewriter):
+    def __init__(self, reader: Draft):
         self.reader = reader
         self.tokens, self.token, self.partner = reader.tokens, reader.token, reader.partner
 
@@ -70,7 +71,7 @@ class Signatures:
         return j - 1 if self.token(j) == "(" and j - 1 > i and re.match(r"[A-Za-z_]", self.token(j - 1)) else None
 
     def _member(self, i: int, name: int) -> Iterator[Finding]:
-        brace = self.reader._enclosing(i)
+        brace = self.reader.enclosing(i)
         head = brace - 1
         while head >= 0 and self.tokens[head] not in (";", "{", "}", ")"):
             head -= 1
@@ -78,7 +79,7 @@ class Signatures:
         while outer >= 0:
             if self.tokens[outer] == "{" and self.token(outer - 1) == "namespace":
                 yield Finding(name, f"kernel {self.tokens[name]!r} is in a namespace without a name: give it one")
-            outer = self.reader._enclosing(outer)
+            outer = self.reader.enclosing(outer)
         if brace >= 0 and {"struct", "class", "union"} & set(self.tokens[head + 1 : brace]):
             yield Finding(name, f"kernel {self.tokens[name]!r} is a member function: write it outside of the class")
 

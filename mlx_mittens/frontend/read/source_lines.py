@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from .rewrite import RewriteError, _Rewriter
 from .sources import without_comments
+from .tokens import RewriteError, Tokens
 
 _PLACE = re.compile(r"(?:\(|, )(?P<file>[^(),:\n]+):(?P<first>\d+)(?: to (?P<last>\d+))?\b\)?")
 _MARKER = re.compile(r'#line (\d+) "([^"\n]*)"$')
@@ -54,20 +54,20 @@ def _loop_around(lines: Lines, file: str, first: int, last: int) -> int | None:
     """The line of the innermost loop that holds some lines."""
     text = "\n".join(lines.get((file, k), "") for k in range(1, max(k for name, k in lines if name == file) + 1))
     try:
-        reader = _Rewriter(without_comments(text), {})
+        reader = Tokens(without_comments(text))
     except RewriteError:
         return None
     found = None
     for i, token in enumerate(reader.tokens):
         if token in ("for", "while", "do"):
             begin = reader.lines.at(reader.spans[i][0])[1]
-            end = reader.lines.at(reader.spans[reader._statement_end(i) - 1][0])[1]
+            end = reader.lines.at(reader.spans[reader.statement_end(i) - 1][0])[1]
             if begin <= first and last <= end and not (found and _is_counted(reader, i)):
                 found = begin
     return found
 
 
-def _is_counted(reader: _Rewriter, i: int) -> bool:
+def _is_counted(reader: Tokens, i: int) -> bool:
     """Whether a loop counts its rounds, so that the compiler may unroll it: `for (int k = 0; k < 4; ++k)`."""
     opening = i + 1
     if reader.tokens[i] != "for":
@@ -77,5 +77,5 @@ def _is_counted(reader: _Rewriter, i: int) -> bool:
     if counted is None:
         return False
     name = counted["name"]
-    body = " ".join(reader.tokens[reader.partner[opening] + 1 : reader._statement_end(i)])
+    body = " ".join(reader.tokens[reader.partner[opening] + 1 : reader.statement_end(i)])
     return re.search(rf"\b{name} (?:[-+*/%&|^] ?)?= (?!=)|\b{name} (?:\+ \+|- -)|(?:\+ \+|- -) {name}\b", body) is None

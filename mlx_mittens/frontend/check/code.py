@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from .errors import WARNING, Problem
-from .rewrite import Translation
+from ..errors import WARNING, Problem
+from ..rewrite.translation import Translation
 
 THREADGROUP_BYTES = 32 * 1024
 

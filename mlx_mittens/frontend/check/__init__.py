@@ -1,0 +1,1 @@
+"""Checks Metal: finds what a Mac's compiler would refuse although clang takes it."""
