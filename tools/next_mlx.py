@@ -36,13 +36,13 @@ _PINNED = ("pyproject.toml", "README.md", "docs/configuration.md", "docs/version
 
 # The layers of mlx-lm whose code the patch does not know, or cannot find.
 _ASK_MLX_LM = """
-from mlx_mittens.patching import targets
+from mlx_mittens.patching import PatchError, targets
 print("unknown", *targets.unknown())
 for target in targets.TARGETS:
     if not target.optional:
         try:
             target.owner()
-        except targets.PatchError as error:
+        except PatchError as error:
             print("missing", error)
 """
 

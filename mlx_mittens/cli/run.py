@@ -14,7 +14,7 @@ from typing import Any
 
 from ..bench.model_folders import ModelError, mlx_lm_version
 from ..patching.patches import patched
-from ..patching.targets import PatchError
+from ..patching.target import PatchError
 from ..stats import stats
 from .options import UsageError, listed
 

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from .. import _ext
 from ..patching.feed_forward import SWITCH_LAYERS, gated
-from ..patching.targets import mixture_of
+from ..patching.layer_targets import mixture_of
 
 __all__ = ["expert_twin", "route"]
 

@@ -17,8 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
+from ..patching.adapters import CLIP_RESIDUAL
 from ..patching.digests import digest_in
-from ..patching.targets import CLIP_RESIDUAL
 from .experts import route
 from .fused_attention import (
     are_alike,

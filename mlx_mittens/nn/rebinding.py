@@ -21,7 +21,8 @@ from .. import _ext
 from ..patching import altup_layers, attention_layers
 from ..patching.digests import plain
 from ..patching.model_attention import attend
-from ..patching.targets import TARGETS, Target
+from ..patching.target import Target
+from ..patching.targets import TARGETS
 from .modules import Linear, QuantizedLinear
 
 __all__ = ["class_before", "is_appended_to", "rebind", "update_and_fetch"]

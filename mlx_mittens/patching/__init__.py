@@ -2,6 +2,6 @@
 
 from .. import ops as _ops  # noqa: F401 - with what was measured on this machine
 from .patches import patch, patched, unpatch
-from .targets import PatchError
+from .target import PatchError
 
 __all__ = ["PatchError", "patch", "patched", "unpatch"]

@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from .. import _ext, exporting
 from ..switches import disabled
-from .targets import TARGETS, Target, executed, importing
+from .target import Target, executed, importing
+from .targets import TARGETS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

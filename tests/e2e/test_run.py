@@ -194,7 +194,7 @@ def test_nothing_to_run(capsys):
 
 
 def test_a_function_that_moved(monkeypatch, capsys):
-    from mlx_mittens.patching.targets import PatchError
+    from mlx_mittens.patching.target import PatchError
 
     class Moved(types.SimpleNamespace):
         def load(self):

@@ -17,7 +17,8 @@ from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_mittens as mm
 from mlx_mittens import _ext
-from mlx_mittens.patching.targets import TARGETS, digest
+from mlx_mittens.patching.digests import digest
+from mlx_mittens.patching.targets import TARGETS
 
 NAMES = ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "lfm2-1.2b"]
 KNOWN = [target for target in TARGETS if target.text]

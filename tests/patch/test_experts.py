@@ -16,7 +16,8 @@ import mlx_mittens as mm
 from mlx_mittens import _ext
 from mlx_mittens.bench import architectures
 from mlx_mittens.patching import feed_forward, routers
-from mlx_mittens.patching.targets import TARGETS, mixture_of
+from mlx_mittens.patching.layer_targets import mixture_of
+from mlx_mittens.patching.targets import TARGETS
 
 pytestmark = pytest.mark.usefixtures("native", "lenient")
 

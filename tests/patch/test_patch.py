@@ -16,6 +16,7 @@ from mlx_lm.models import gated_delta, qwen3_next
 import mlx_mittens as mm
 from mlx_mittens import _ext
 from mlx_mittens.patching import patches, targets
+from mlx_mittens.patching.target import Target, importing
 
 SWITCHES = list(dict.fromkeys(target.switch for target in targets.TARGETS))
 
@@ -310,9 +311,7 @@ def test_a_function_that_others_import_by_name_is_patched_there(monkeypatch, tmp
         (package / f"{name}.py").write_text("from .home import act\n")
     (package / "other.py").write_text("def act(x):\n    return 'its own'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    target = targets.Target(
-        "act", "act", "shared_package.home", "act", lambda x: "ours", ("x",), optional=True, shared=True
-    )
+    target = Target("act", "act", "shared_package.home", "act", lambda x: "ours", ("x",), optional=True, shared=True)
     monkeypatch.setattr(patches, "TARGETS", [*(s for s in targets.TARGETS if not s.optional), target])
     early, other = (importlib.import_module(f"shared_package.{name}") for name in ("early", "other"))
     mm.patch()
@@ -427,9 +426,7 @@ def test_threads_patch_and_call_at_once(rng):
 def test_a_package_imported_later_is_patched_then(monkeypatch, tmp_path):
     (tmp_path / "late_package.py").write_text("def attend(x, scale):\n    return 'theirs'\n\nREADY = True\n")
     monkeypatch.syspath_prepend(tmp_path)
-    target = targets.Target(
-        "late", "late", "late_package", "attend", lambda x, scale: "ours", ("x", "scale"), optional=True
-    )
+    target = Target("late", "late", "late_package", "attend", lambda x, scale: "ours", ("x", "scale"), optional=True)
     monkeypatch.setattr(patches, "TARGETS", [*(s for s in targets.TARGETS if not s.optional), target])
     finders = list(sys.meta_path)
     try:
@@ -478,14 +475,14 @@ def test_packages_that_import_each_other_are_patched(monkeypatch, tmp_path):
     (tmp_path / "inner_package.py").write_text("def append(x):\n    return 'theirs'\n")
     monkeypatch.syspath_prepend(tmp_path)
     late = [
-        targets.Target("late", "late", name, path, lambda x: "ours", ("x",), optional=True)
+        Target("late", "late", name, path, lambda x: "ours", ("x",), optional=True)
         for name, path in (("outer_package", "attend"), ("inner_package", "append"))
     ]
     monkeypatch.setattr(patches, "TARGETS", [*(s for s in targets.TARGETS if not s.optional), *late])
     try:
         mm.patch()
         outer, inner = importlib.import_module("outer_package"), importlib.import_module("inner_package")
-        assert (outer.attend(1), inner.append(1)) == ("ours", "ours") and not targets.importing
+        assert (outer.attend(1), inner.append(1)) == ("ours", "ours") and not importing
         mm.unpatch()
         assert (outer.attend(1), inner.append(1)) == ("theirs", "theirs")
     finally:
@@ -532,7 +529,7 @@ def test_a_subclass_of_the_cache_returns_what_it_likes():
 
 
 def test_a_package_that_is_never_imported_costs_nothing(monkeypatch):
-    target = targets.Target("late", "late", "no_such_package", "attend", lambda: None, optional=True)
+    target = Target("late", "late", "no_such_package", "attend", lambda: None, optional=True)
     monkeypatch.setattr(patches, "TARGETS", [*(s for s in targets.TARGETS if not s.optional), target])
     finders = list(sys.meta_path)
     mm.patch()
