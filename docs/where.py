@@ -26,7 +26,7 @@ class Place:
     Attributes:
         ops: Names in ``mlx_mittens``.
         family: The folder of `python`, `cpp`, `kernels` and `tests`.
-        python: The declaration, below mlx_mittens/ops.
+        declared: The file of the declaration below mlx_mittens/ops, where it is not the family's.
         cpp: Below csrc/ops/FAMILY.
         plans: The files that choose the kernel and its grid, below csrc/ops/FAMILY.
         kernels: Below metal/FAMILY.
@@ -44,10 +44,11 @@ class Place:
     tests: tuple[str, ...]
     nvidia: tuple[str, ...] = ()
     cpu_folder: str = ""
+    declared: str = ""
 
     @property
     def python(self) -> str:
-        return f"{self.family}.py"
+        return self.declared or f"{self.family}.py"
 
     def columns(self) -> list[tuple[str, tuple[str, ...]]]:
         """Folder and files of each column of the table."""
@@ -212,22 +213,27 @@ _PLACES = (
     Place(
         ("gated_delta_inputs",), "recurrence", "gated_delta_inputs.cpp", (), ("layer_inputs.metal",),
         ("layer_inputs.cpp",), ("test_layer_inputs.py",),
+        declared="recurrent_layers.py",
     ),
     Place(
         ("gated_delta_token",), "recurrence", "gated_delta_token.cpp", ("plan.cpp",), ("gated_delta_token.metal",),
         ("gated_delta_token.cpp",), ("test_gated_delta_token.py",),
+        declared="recurrent_layers.py",
     ),
     Place(
         ("short_conv_token",), "recurrence", "short_conv_token.cpp", (), ("short_conv_token.metal",),
         ("short_conv_token.cpp",), ("test_token_layers.py",),
+        declared="recurrent_layers.py",
     ),
     Place(
         ("ssm_inputs",), "recurrence", "ssm_inputs.cpp", (), ("layer_inputs.metal",),
         ("layer_inputs.cpp",), ("test_layer_inputs.py",),
+        declared="recurrent_layers.py",
     ),
     Place(
         ("ssm_token",), "recurrence", "ssm_token.cpp", ("plan.cpp",), ("ssm_token.metal",),
         ("ssm_token.cpp",), ("test_token_layers.py",),
+        declared="recurrent_layers.py",
     ),
     Place(
         ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("state_space.metal",),

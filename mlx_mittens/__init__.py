@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .ops.moe import *
     from .ops.norm import *
     from .ops.recurrence import *
+    from .ops.recurrent_layers import *
     from .ops.sampling import *
 else:
     # What `_everything` offers beside the ops and the submodules, by the modules that have it.

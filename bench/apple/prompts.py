@@ -25,7 +25,7 @@ from mlx_mittens.bench import mlx_sources
 from mlx_mittens.ops.custom import Output, int32, launch
 from mlx_mittens.simulator import PredictedLaunch
 from mlx_mittens.specs.gguf import KINDS as KINDS_OF_BLOCKS
-from mlx_mittens.specs.matmul import COMMON_KINDS
+from mlx_mittens.specs.matmul_cases import COMMON_KINDS
 
 CHIPS = ("m1", "m2-max", "m3-max", "m4-max")
 ALL_CHIPS = ("m1", "m1-max", "m2-pro", "m2-max", "m3-max", "m4-max")

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from .. import _ext, specs
 from ..ops.custom import Output, float32, int32, int64, launch
-from ..specs.matmul import has_bias
+from ..specs.matrix_op import has_bias
 from . import mlx_matrix_units
 from .mlx_sources import TYPES, has_checkout, instance, of_checkout
 

@@ -2,7 +2,7 @@
 
 from .. import calibration as _calibration
 from .. import switches as _switches
-from . import attention, cache, moe, norm, recurrence, sampling
+from . import attention, cache, moe, norm, recurrence, recurrent_layers, sampling
 from . import matmul as _matmul  # an op has the family's name
 from .attention import *
 from .cache import *
@@ -10,6 +10,7 @@ from .matmul import *
 from .moe import *
 from .norm import *
 from .recurrence import *
+from .recurrent_layers import *
 from .sampling import *
 
 __all__: list[str] = []
@@ -19,6 +20,7 @@ __all__ += _matmul.__all__
 __all__ += moe.__all__
 __all__ += norm.__all__
 __all__ += recurrence.__all__
+__all__ += recurrent_layers.__all__
 __all__ += sampling.__all__
 
 _calibration.load()

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..ops import recurrence
+from ..ops import recurrent_layers
 from .op import Case, Exact, Op, add_outliers, cases_for_tests, widen
 
 
@@ -199,7 +199,7 @@ LAYER_INPUT_OPS: tuple[Op, ...] = (
         name="gated_delta_inputs",
         parameters=tuple((name, "rows") for name in _NAMES),
         outputs=6,
-        ours=recurrence.gated_delta_inputs,
+        ours=recurrent_layers.gated_delta_inputs,
         twin=_gated_delta_inputs_twin,
         twin_text="mlx-lm's `Qwen3NextGatedDeltaNet` and `KimiDeltaAttention` before their steps",
         summary="what `gated_delta_update` takes of a prompt: convolution, norms of q and k, gates and rates",
@@ -219,7 +219,7 @@ LAYER_INPUT_OPS: tuple[Op, ...] = (
         name="ssm_inputs",
         parameters=tuple((name, "rows") for name in ("mixed", "conv_state", "conv_weight", "conv_bias")),
         outputs=4,
-        ours=recurrence.ssm_inputs,
+        ours=recurrent_layers.ssm_inputs,
         twin=_ssm_inputs_twin,
         twin_text="mlx-lm's `Mamba2Block` before its steps",
         summary="what `ssm_update` takes of a prompt: a convolution and its activation, in three parts",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from ..ops import recurrence
+from ..ops import recurrent_layers
 from .op import Case, Exact, Op, add_outliers, cases_for_tests, widen
-from .recurrence import exact_state_space
+from .recurrent_ops import exact_state_space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ TOKEN_LAYER_OPS: tuple[Op, ...] = (
         name="short_conv_token",
         parameters=(("projected", "rows"), ("conv_state", "rows"), ("conv_weight", "rows")),
         outputs=2,
-        ours=recurrence.short_conv_token,
+        ours=recurrent_layers.short_conv_token,
         twin=_short_conv_token_twin,
         twin_text="mlx-lm's `ShortConv` between its projections",
         summary="a gated short convolution with its state, as LFM2 has it, of a token or a prompt",
@@ -197,7 +197,7 @@ TOKEN_LAYER_OPS: tuple[Op, ...] = (
             )
         ),
         outputs=3,
-        ours=recurrence.ssm_token,
+        ours=recurrent_layers.ssm_token,
         twin=_ssm_token_twin,
         twin_text="mlx-lm's `Mamba2Block` between its projection and its norm",
         summary="one token of a layer of Mamba 2: convolution, time step, state, D and gate",

@@ -174,7 +174,7 @@ def test_eps(rng, executor):
     """They are added to the mean square of the result, and to the sums of squares of queries and keys."""
     arrays = draw(rng, 1, 4, 1, 2, 9, 24)
     found = mm.gated_delta_token(*arrays, eps=0.5, key_eps=2.0)
-    from mlx_mittens.specs.recurrence import exact_gated_delta_token
+    from mlx_mittens.specs.recurrent_ops import exact_gated_delta_token
 
     for ours, exact in zip(
         found, exact_gated_delta_token(*map(specs.widen, arrays), eps=0.5, key_eps=2.0), strict=True

@@ -8,7 +8,7 @@ from helpers.tolerances import DIFFERENCES, SUMS, assert_near, units
 
 import mlx_mittens as mm
 from mlx_mittens import specs
-from mlx_mittens.specs.recurrence import exact_linear_attention
+from mlx_mittens.specs.recurrent_ops import exact_linear_attention
 
 NAMES = ("q", "k", "v", "decay", "state")
 SCALE = 0.25

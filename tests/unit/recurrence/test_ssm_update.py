@@ -10,7 +10,7 @@ from helpers.tolerances import DIFFERENCES, ROUNDINGS, SUMS, assert_near, units
 
 import mlx_mittens as mm
 from mlx_mittens import specs
-from mlx_mittens.specs.recurrence import exact_state_space
+from mlx_mittens.specs.recurrent_ops import exact_state_space
 
 NAMES = ("hidden_states", "A_log", "B", "C", "D", "dt", "dt_bias", "state")
 

@@ -13,7 +13,7 @@ from verification.fuzz.draw import Draw, describe
 import mlx_mittens as mm
 from mlx_mittens.specs import EPSILON
 from mlx_mittens.specs.op import Exact
-from mlx_mittens.specs.recurrence import (
+from mlx_mittens.specs.recurrent_ops import (
     exact_gated_delta_token,
     exact_linear_attention,
     exact_recurrence,
