@@ -14,9 +14,10 @@ from pathlib import Path
 from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler, kernels, machine_code, shipped
 from mlx_mittens.apple.machine_code import MachineCode, Request
-from mlx_mittens.bench import kernel_digest, mlx_instances
+from mlx_mittens.bench import kernel_digest
 from mlx_mittens.cli import registers
 from mlx_mittens.frontend import compiler
+from mlx_mittens.peer import mlx_instances
 
 TABLE = Path(__file__).parent / "results" / "agx.md"
 

@@ -27,9 +27,9 @@ from works import Point, predict_point, read_points
 
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.apple.model import Prediction, Work, chain
-from mlx_mittens.bench import mlx_metal
+from mlx_mittens.peer import mlx_metal
+from mlx_mittens.prediction.launches import predict_launches
 from mlx_mittens.simulator import PredictedLaunch, profiled
-from mlx_mittens.simulator.prediction import predict_launches
 
 REPORT = Path(__file__).parents[1] / "results" / "apple-chain.md"
 PAGE = Path(__file__).parents[2] / "docs" / "apple.md"

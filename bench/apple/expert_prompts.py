@@ -27,8 +27,8 @@ from mlx_mittens.apple import machine_code
 from mlx_mittens.apple.chips import Chip
 from mlx_mittens.apple.estimates import elementwise
 from mlx_mittens.apple.model import Instructions, Work, chain
-from mlx_mittens.bench import mlx_sources
 from mlx_mittens.ops.custom import Output, int32, launch
+from mlx_mittens.peer import mlx_sources
 from mlx_mittens.simulator import PredictedLaunch
 
 HEADS = "model", "us (%)", "mx's"

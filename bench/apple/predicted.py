@@ -22,7 +22,7 @@ from mlx_mittens import specs
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.cli.predictions import Side
 from mlx_mittens.cli.simulate import own_launches, peer_side
-from mlx_mittens.simulator.prediction import MARK
+from mlx_mittens.prediction.launches import MARK
 from mlx_mittens.specs import Case
 
 CHIPS = ("m1", "m1-max", "m2-pro", "m3-max", "m4-max", "m5")

@@ -18,7 +18,7 @@ from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.calibration.measure import Plan, forced
 from mlx_mittens.cli.predictions import Side
 from mlx_mittens.cli.simulate import own_launches, peer_side
-from mlx_mittens.simulator.prediction import MARK
+from mlx_mittens.prediction.launches import MARK
 from mlx_mittens.specs import Case
 
 CHIPS = ("m1-max", "m2-max", "m4-max")

@@ -21,8 +21,8 @@ import mlx_mittens as mm
 from mlx_mittens.apple.chips import Chip
 from mlx_mittens.apple.estimates import elementwise
 from mlx_mittens.apple.model import Instructions, chain, predict
-from mlx_mittens.bench import mlx_sources
 from mlx_mittens.ops.custom import Output, int32, launch
+from mlx_mittens.peer import mlx_sources
 from mlx_mittens.simulator import PredictedLaunch
 from mlx_mittens.specs.gguf import KINDS as KINDS_OF_BLOCKS
 from mlx_mittens.specs.matmul_cases import COMMON_KINDS

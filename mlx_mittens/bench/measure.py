@@ -18,7 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from .. import _ext, specs
-from . import machine, mlx_metal, timing
+from ..peer import mlx_metal
+from . import machine, timing
 
 # MLX's buffer-cache limit on the CPU (default 32 MB): beyond it outputs would measure page faults, not the kernel.
 _CPU_KEPT_BYTES = 1 << 30

@@ -16,8 +16,8 @@ from .. import frontend, simulator, specs
 from ..apple.chips import Chip
 from ..apple.machine_code import NOT_COMPILED
 from ..bench.measure import plan
+from ..prediction.launches import MARK, MARKED
 from ..simulator import EstimatedLaunch, PredictedLaunch, PredictedLaunches
-from ..simulator.prediction import MARK, MARKED
 from ..table import Column, show
 from .options import UsageError, drawn
 from .predictions import Side, as_json, chosen_chips

@@ -14,9 +14,9 @@ from ..apple.chips import Chip, chips, find_chip
 from ..apple.expected import expected_error
 from ..apple.machine_code import NOT_COMPILED
 from ..apple.model import Prediction
+from ..prediction.launches import MARK, MARKED, PredictedLaunch, predict_launches, total
+from ..prediction.matrix_units import COUNTED
 from ..simulator import Launch
-from ..simulator.matrix_units import COUNTED
-from ..simulator.prediction import MARK, MARKED, PredictedLaunch, predict_launches, total
 from ..table import aligned
 from .completion import offer_list
 from .options import UsageError

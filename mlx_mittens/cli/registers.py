@@ -138,7 +138,7 @@ def _check_name(of: str | None, peer: bool) -> None:
         UsageError: There is no such op or file; the message suggests the nearest.
     """
     if peer:
-        from ..bench import mlx_instances
+        from ..peer import mlx_instances
 
         if of is not None and of not in mlx_instances.ops():
             raise UsageError(f"--peer metal knows no kernel of MLX's for {of!r}; {listed(of, mlx_instances.ops())}")
@@ -265,6 +265,6 @@ def _files(of: str | None) -> Sequence[str]:
 
 
 def _of_mlx(of: str | None) -> list[Request]:
-    from ..bench import mlx_instances
+    from ..peer import mlx_instances
 
     return mlx_instances.requests(of)

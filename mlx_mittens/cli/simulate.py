@@ -18,7 +18,7 @@ import numpy as np
 from .. import _ext, frontend, simulator, specs
 from ..apple.chips import Chip
 from ..backends import strict
-from ..bench import mlx_metal
+from ..peer import mlx_metal
 from ..table import aligned, terminal_width
 from . import predictions
 from .completion import offer

@@ -5,12 +5,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from .. import _ext, gpus
 from . import pretence
 from .metal_kernel import NO_METAL, Kernel, metal_kernel, redirect
-from .prediction import EstimatedLaunch, PredictedLaunch, PredictedLaunches, predicted
 from .profile import Launch, LineCounts, ProfiledLaunches, profiled
+
+if TYPE_CHECKING:
+    from ..prediction.launches import EstimatedLaunch, PredictedLaunch, PredictedLaunches, predicted
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in ("EstimatedLaunch", "PredictedLaunch", "PredictedLaunches", "predicted"):
+            from ..prediction import launches  # which imports what is here
+
+            return getattr(launches, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "EstimatedLaunch",

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import mlx.core as mx
 
@@ -23,8 +23,10 @@ from ..apple import agx_compiler
 from ..apple.chips import find_chip
 from ..frontend.read.sources import without_comments
 from . import holders
-from .prediction import PredictedLaunch, predict_launches
 from .profile import profiled
+
+if TYPE_CHECKING:
+    from ..prediction.launches import PredictedLaunch
 
 MOST_THREADS = 1024  # of a threadgroup
 
@@ -164,6 +166,8 @@ class Kernel:
             >>> launch.prediction.microseconds > 0  # print(launch): also what limits it, registers, threads a core
             True
         """
+        from ..prediction.launches import predict_launches
+
         known = find_chip(chip)
         agx_compiler.find()
         with profiled() as launches:

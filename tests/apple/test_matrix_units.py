@@ -12,7 +12,7 @@ from mlx_mittens.apple import estimates
 from mlx_mittens.apple.chips import chips, find_chip
 from mlx_mittens.apple.model import predict
 from mlx_mittens.ops.custom import Output, int32, launch
-from mlx_mittens.simulator import matrix_units as counted
+from mlx_mittens.prediction import matrix_units as counted
 
 script = scripts.load("apple/matrix_units")
 UNITS = [chip.name for chip in chips().values() if chip.tensor_flop_per_core_cycle is not None]

@@ -10,9 +10,9 @@ import pytest
 
 from mlx_mittens import frontend, table
 from mlx_mittens.apple import agx_compiler, kernels, machine_code
-from mlx_mittens.bench import mlx_instances
 from mlx_mittens.cli import main, registers
 from mlx_mittens.frontend import CompileError
+from mlx_mittens.peer import mlx_instances
 
 ROOT = Path(__file__).parents[2]
 problem = frontend.compiler_problem() or agx_compiler.problem()

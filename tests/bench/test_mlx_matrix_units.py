@@ -10,10 +10,10 @@ import mlx_mittens as mm
 from mlx_mittens import _ext, specs
 from mlx_mittens.apple import agx_compiler
 from mlx_mittens.apple.chips import find_chip
-from mlx_mittens.bench import mlx_matrix_units, mlx_metal
 from mlx_mittens.cli import simulate
 from mlx_mittens.cli.main import main
 from mlx_mittens.ops.custom import Output, int32
+from mlx_mittens.peer import mlx_matrix_units, mlx_metal
 from mlx_mittens.simulator import Fault
 
 HALF, FULL = mx.float16, mx.float32

@@ -1,4 +1,4 @@
-"""`mlx_mittens.bench.mlx_metal`: MLX's own kernels, launched as MLX does, give mx's results, simulated and on a GPU."""
+"""`mlx_mittens.peer.mlx_metal`: MLX's own kernels, launched as MLX does, give mx's results, simulated and on a GPU."""
 
 import re
 
@@ -10,10 +10,11 @@ from helpers.tolerances import PEER, SUMS
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs
-from mlx_mittens.bench import machine, measure, mlx_metal, mlx_sources, timing
+from mlx_mittens.bench import machine, measure, timing
 from mlx_mittens.cli import bench
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import ptxas
+from mlx_mittens.peer import mlx_metal, mlx_sources
 from mlx_mittens.simulator import Fault
 
 

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from mlx_mittens import frontend
-from mlx_mittens.bench import mlx_sources
 from mlx_mittens.frontend.check import dialect
+from mlx_mittens.peer import mlx_sources
 
 HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
 KERNEL = """

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_mittens.simulator import block_counts
+from mlx_mittens.prediction import block_counts
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 200])

@@ -13,8 +13,9 @@ from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.cli import predicted_models
-from mlx_mittens.simulator import EstimatedLaunch, mlx_launches
-from mlx_mittens.simulator.mlx_graph import Array, Operation, Recorder
+from mlx_mittens.prediction import mlx_launches
+from mlx_mittens.prediction.mlx_graph import Array, Operation, Recorder
+from mlx_mittens.simulator import EstimatedLaunch
 from tests.helpers import tiny
 
 problem = frontend.compiler_problem() or agx_compiler.problem()

@@ -12,11 +12,12 @@ import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs, table
 from mlx_mittens.apple import agx_compiler, machine_code
 from mlx_mittens.apple.chips import find_chip
-from mlx_mittens.bench import architectures, mlx_metal
+from mlx_mittens.bench import architectures
 from mlx_mittens.cli import predicted_models, predictions, simulate
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import CompileError
-from mlx_mittens.simulator import prediction
+from mlx_mittens.peer import mlx_metal
+from mlx_mittens.prediction import launches as prediction
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
 needs_compilers = pytest.mark.skipif(bool(problem), reason=problem)

@@ -6,7 +6,7 @@ from verification import levels
 
 from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler, machine_code
-from mlx_mittens.bench import mlx_instances
+from mlx_mittens.peer import mlx_instances
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
 STALE = "run python bench/agx.py"

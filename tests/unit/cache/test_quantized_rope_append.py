@@ -13,8 +13,8 @@ from helpers.tolerances import SUMS, assert_near, assert_right
 
 import mlx_mittens as mm
 from mlx_mittens import specs
-from mlx_mittens.bench import mlx_sources
 from mlx_mittens.ops.custom import Output, launch
+from mlx_mittens.peer import mlx_sources
 
 OP = specs.get("quantized_rope_append")
 PARTS = ("words", "scales", "biases")

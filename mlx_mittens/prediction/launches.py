@@ -23,10 +23,11 @@ from ..apple.chips import Chip, find_chip
 from ..apple.machine_code import NOT_COMPILED, MachineCode
 from ..apple.model import Instructions, Prediction, Work, chain, gaps, predict
 from ..frontend import CompileError
+from ..simulator import user_sources
+from ..simulator.profile import Launch, profiled
 from ..table import aligned, html
-from . import matrix_units, mlx_graph, mlx_launches, user_sources
+from . import matrix_units, mlx_graph, mlx_launches
 from .block_counts import Executions, counts_of, executions, simdgroups
-from .profile import Launch, profiled
 
 # A prediction whose counts are missed by more says so; in tables a mark does.
 MISMATCH = 0.1

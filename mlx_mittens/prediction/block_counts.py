@@ -17,7 +17,7 @@ import numpy as np
 
 from ..apple.machine_code import Block, MachineCode
 from ..apple.model import LANES
-from .profile import Launch
+from ..simulator.profile import Launch
 
 # Opcodes by the simulator's count that they are part of.
 _COUNTED = {

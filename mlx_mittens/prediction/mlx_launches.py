@@ -199,7 +199,7 @@ def _product(operation: Operation, graph: Sequence[Operation]) -> Work:
 
 def _matrix_product(batch: int, m: int, n: int, k: int, operand: Array) -> Work:
     """MLX's product of matrices on the GPU that it is planned for."""
-    from ..bench import mlx_matrix_units
+    from ..peer import mlx_matrix_units
 
     dtype = getattr(mx, operand.dtype)
     if mlx_matrix_units.are_used(dtype, _CPU):
@@ -293,7 +293,7 @@ def _is_turned(operation: Operation, graph: Sequence[Operation]) -> bool:
 
 def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
     """A call of MLX's kernels with the operation's shapes, where one is known."""
-    from ..bench import mlx_metal
+    from ..peer import mlx_metal
 
     name, inputs = operation.name, operation.inputs
     if name == "Softmax" and inputs[0].shape and inputs[0].dtype in _KERNEL_TYPES:
@@ -323,7 +323,7 @@ def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
 
 def _that_runs(x: Array) -> Array:
     """Rows of a quantized product; on matrix units those of whole tiles, where the simulator would fault the last."""
-    from ..bench import mlx_matrix_units
+    from ..peer import mlx_matrix_units
 
     rows = math.prod(x.shape[:-1])
     if not mlx_matrix_units.takes_product(getattr(mx, x.dtype), x.shape[-1], _CPU):
@@ -334,7 +334,7 @@ def _that_runs(x: Array) -> Array:
 
 def _gather_qmv(operation: Operation) -> Callable[[], mx.array] | None:
     """Single rows with chosen experts, which are drawn as different ones."""
-    from ..bench import mlx_metal
+    from ..peer import mlx_metal
 
     group_size, bits, mode, transposed = operation.details
     x, w, scales, *rest = operation.inputs
@@ -362,7 +362,7 @@ def _gather_qmv(operation: Operation) -> Callable[[], mx.array] | None:
 
 
 def _gemv(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
-    from ..bench import mlx_metal
+    from ..peer import mlx_metal
 
     x, matrix = operation.inputs
     turned = _is_turned(operation, graph)
@@ -373,7 +373,7 @@ def _gemv(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
 
 
 def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
-    from ..bench import mlx_metal
+    from ..peer import mlx_metal
 
     q, k, v = (operation.argument(each) for each in ("q", "k", "v"))
     options = dict(operation.options)

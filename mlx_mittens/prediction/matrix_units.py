@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from ..apple.model import MATRIX_FLOP, Instructions, Work
-from .profile import Launch
+from ..simulator.profile import Launch
 
 # What texts say of a launch whose work is this.
 COUNTED = "no machine code: products, loads and stores as the simulator counts them"
