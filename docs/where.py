@@ -199,7 +199,8 @@ _PLACES = (
         ("weighted_sum.cpp",), ("test_gather_sum.py", "test_expert_tiles.py"),
     ),
     Place(
-        ("mixture",), "moe", "mixture.cpp", ("mixture_primitive.cpp",), ("mixture.metal", "apple/normed_mixture.metal"), (),
+        ("mixture",), "moe", "mixture.cpp", ("mixture_primitive.cpp",),
+        ("mixture.metal", "apple/normed_mixture.metal"), (),
         ("test_mixture.py", "test_normed_mixture.py"),
     ),
     Place(
