@@ -21,7 +21,7 @@ from .options import UsageError, listed
 
 FAMILIES = ("norm", "matmul", "attention", "cache")
 
-SKELETONS = Path(__file__).with_name("skeletons")
+SKELETONS = Path("tools", "skeletons")  # below a clone
 
 # Uses every public name, for a type checker.
 _TYPED = "tests/typing/every_name.py"
@@ -102,14 +102,14 @@ def _declared(path: Path) -> set[str]:
     return {function or other for function, other in _DECLARED.findall(_code(path))}
 
 
-def _is_word(name: str, family: str) -> bool:
+def _is_word(name: str, family: str, root: Path) -> bool:
     """Whether a name means something in Python, C++ or Metal, so that it cannot be that of a function or a kernel."""
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or hasattr(builtins, name):
         return True
     if name in _RESERVED or _RESERVED_PATTERN.fullmatch(name):
         return True
     headers = (library.INCLUDE / "metal").glob("*.h")
-    return any(name in _declared(path) for path in (*headers, SKELETONS / family / f"{_NAME}.metal.in"))
+    return any(name in _declared(path) for path in (*headers, root / SKELETONS / family / f"{_NAME}.metal.in"))
 
 
 def _bound(module: Path) -> set[str]:
@@ -168,7 +168,7 @@ def _check(name: str, family: str, root: Path) -> None:
         )
     if name in ("op", _NAME):
         raise UsageError(f"{name!r} stands for a name in the skeletons: choose another name")
-    if _is_word(name, family):
+    if _is_word(name, family, root):
         raise UsageError(f"{name!r} is a word of Python, C++ or Metal: choose another name")
     if name in _IMPORTS:
         raise UsageError(f"{name!r} is a name of an import in modules and tests: choose another name")
@@ -184,9 +184,9 @@ def _class_name(name: str) -> str:
     return "".join(word.capitalize() for word in name.split("_"))
 
 
-def _skeleton(family: str, file: str, name: str) -> str:
+def _skeleton(root: Path, family: str, file: str, name: str) -> str:
     """A skeleton with the names of an op."""
-    text = (SKELETONS / family / file).read_text(encoding="utf-8")
+    text = (root / SKELETONS / family / file).read_text(encoding="utf-8")
     return text.replace(_NAME, name).replace(_CLASS, _class_name(name))
 
 
@@ -204,7 +204,8 @@ def _with_import(text: str, module: str, names: set[str], after: str) -> str:
     found = re.search(rf"^from {re.escape(module)} import {names_there}", text, re.M)
     if found:
         names = names | set(re.findall(r"\w+", found[1]))
-    wanted = f"from {module} import {', '.join(sorted(names))}\n"
+    rank = lambda name: (not name.isupper(), not name[0].isupper(), name)  # constants, classes, functions
+    wanted = f"from {module} import {', '.join(sorted(names, key=rank))}\n"
     if found:
         return text.replace(found[0], wanted)
     before = re.search(rf"^from {re.escape(after)} import {names_there}", text, re.M)
@@ -215,17 +216,20 @@ def _with_import(text: str, module: str, names: set[str], after: str) -> str:
 def write(name: str, family: str, root: Path) -> list[str]:
     """Writes an op into a clone; the paths of what was written or changed."""
     ops, specs = f"mlx_mittens/ops/{family}.py", f"mlx_mittens/specs/{family}.py"
-    texts = {path: _skeleton(family, file, name) for path, file in files(name, family).items()}
+    texts = {path: _skeleton(root, family, file, name) for path, file in files(name, family).items()}
     declarations, rows = ((root / path).read_text(encoding="utf-8") for path in (ops, specs))
     declarations = _with_import(declarations, "._declaration", {"StreamOrDevice", "defined_in_extension"}, "..")
-    texts[ops] = _with_export(declarations, name) + _skeleton(family, "declaration.py.in", name)
-    row = _skeleton(family, "row.py.in", name)
+    texts[ops] = _with_export(declarations, name) + _skeleton(root, family, "declaration.py.in", name)
+    row = _skeleton(root, family, "row.py.in", name)
     if "ShapedOp(" in row:
         rows = _with_import(rows, ".shaped", {"ShapedOp"}, ".op")
+    if f"ours={name}," in row:
+        rows = _with_import(rows, f"..ops.{family}", {name}, "..ops")
+    rows = _with_import(rows, ".op", {"Case", "Exact", "cases_for_tests"} & set(re.findall(r"\w+", row)), ".op")
     texts[specs] = rows + row
     typed = root / _TYPED
     if typed.is_file():
-        texts[_TYPED] = typed.read_text(encoding="utf-8") + _skeleton(family, "typed.py.in", name)
+        texts[_TYPED] = typed.read_text(encoding="utf-8") + _skeleton(root, family, "typed.py.in", name)
     for path, text in texts.items():
         (root / path).write_text(text, encoding="utf-8")
     _format(root, list(texts))
