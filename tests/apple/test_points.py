@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,36 +20,41 @@ def errors():
     return scripts.load("apple/errors")
 
 
+@pytest.fixture(scope="module")
+def fitting(errors):
+    return sys.modules["fit"]  # which the other has imported
+
+
 def median_percent(rows, held_out=False):
     return 100 * statistics.median(abs(row.error(held_out)) for row in rows)
 
 
-def test_points_are_complete_and_name_known_chips(errors):
-    points = errors.read_points()
+def test_points_are_complete_and_name_known_chips(fitting):
+    points = fitting.read_points()
     assert len(points) == 554
     for point in points:
         assert find_chip(point.chip) and point.time_us > 0 and point.source
-        assert point.family in errors.KINDS or errors.excluded(point)
+        assert point.family in fitting.KINDS or fitting.excluded(point)
 
 
-def test_excluded_points_are_few_and_say_why(errors):
-    reasons = [reason for point in errors.read_points() if (reason := errors.excluded(point))]
+def test_excluded_points_are_few_and_say_why(fitting):
+    reasons = [reason for point in fitting.read_points() if (reason := fitting.excluded(point))]
     assert len(reasons) == 51
-    assert len(errors.used()) == 554 - 51
+    assert len(fitting.used()) == 554 - 51
 
 
-def test_work_asks_neither_for_the_time_nor_for_an_earlier_prediction(errors):
+def test_work_asks_neither_for_the_time_nor_for_an_earlier_prediction(fitting):
     """A point whose result is changed has the same launches."""
     from works import launches
 
-    for point, _, works in errors.used():
+    for point, _, works in fitting.used():
         other = dataclasses.replace(point, time_us=1.0, first_model_us=None, note="")
         assert launches(other) == works
 
 
-def test_work_is_that_of_the_bytes_and_operations_of_the_point(errors):
+def test_work_is_that_of_the_bytes_and_operations_of_the_point(fitting):
     """Lines are those of the published bytes, and multiplies those of the published operations."""
-    for point, _, works in errors.used():
+    for point, _, works in fitting.used():
         lines = sum(work.lines * times for work, times in works)
         multiplies = sum(work.instructions.matrix * times for work, times in works)
         if point.bytes and point.kernel != "steel_gemm" and point.family != "decode_model":
@@ -133,43 +139,43 @@ def test_the_page_shows_what_its_example_prints(errors, capsys):
     assert capsys.readouterr().out.strip() == code.rpartition("# ")[2].strip()
 
 
-def test_constants_are_where_the_fit_ends(errors):
+def test_constants_are_where_the_fit_ends(fitting):
     """No fitted constant can be moved by a twentieth for a smaller loss."""
-    points = errors.used()
-    kinds = [errors.KINDS[point.family] for point, _, _ in points]
-    least = errors._loss(errors._misses(CONSTANTS, points), kinds)
-    for name, (low, high) in errors.FITTED.items():
+    points = fitting.used()
+    kinds = [fitting.KINDS[point.family] for point, _, _ in points]
+    least = fitting._loss(fitting._misses(CONSTANTS, points), kinds)
+    for name, (low, high) in fitting.FITTED.items():
         for factor in (0.95, 1.05):
             value = min(high, max(low, getattr(CONSTANTS, name) * factor))
             moved = dataclasses.replace(CONSTANTS, **{name: value})
-            assert errors._loss(errors._misses(moved, points), kinds) >= 0.999 * least, (name, value)
+            assert fitting._loss(fitting._misses(moved, points), kinds) >= 0.999 * least, (name, value)
 
 
-def test_held_out_constants_are_of_every_design(errors):
-    assert list(errors.held_out()) == errors.designs()
-    for name, constants in errors.held_out().items():
-        rest = [entry for entry in errors.used() if errors.design(entry[0].chip) != name]
-        kinds = [errors.KINDS[point.family] for point, _, _ in rest]
-        fitted = errors._loss(errors._misses(constants, rest), kinds)
-        assert fitted <= 1.001 * errors._loss(errors._misses(CONSTANTS, rest), kinds), name
+def test_held_out_constants_are_of_every_design(fitting):
+    assert list(fitting.held_out()) == fitting.designs()
+    for name, constants in fitting.held_out().items():
+        rest = [entry for entry in fitting.used() if fitting.design(entry[0].chip) != name]
+        kinds = [fitting.KINDS[point.family] for point, _, _ in rest]
+        fitted = fitting._loss(fitting._misses(constants, rest), kinds)
+        assert fitted <= 1.001 * fitting._loss(fitting._misses(CONSTANTS, rest), kinds), name
 
 
 @pytest.mark.nightly
-def test_held_out_constants_are_fitted_without_the_chip(errors):
-    for name, kept in errors.held_out().items():
-        again = errors.without(name)
-        for fitted in errors.FITTED:
+def test_held_out_constants_are_fitted_without_the_chip(fitting):
+    for name, kept in fitting.held_out().items():
+        again = fitting.without(name)
+        for fitted in fitting.FITTED:
             assert getattr(again, fitted) == pytest.approx(getattr(kept, fitted), rel=0.02), (name, fitted)
 
 
-def test_the_fit_finds_constants_back(errors):
+def test_the_fit_finds_constants_back(fitting):
     """Times that are predictions of other constants are fitted by those."""
     truth = dataclasses.replace(CONSTANTS, max_efficiency=0.8, complex_efficiency=0.6)
     points = [
-        (dataclasses.replace(point, time_us=errors.predict_point(point, truth, chip, works).microseconds), chip, works)
-        for point, chip, works in errors.used()
-        if chip.tier == "max" and errors.KINDS[point.family] in ("4-bit", "decode")
+        (dataclasses.replace(point, time_us=fitting.predict_point(point, truth, chip, works).microseconds), chip, works)
+        for point, chip, works in fitting.used()
+        if chip.tier == "max" and fitting.KINDS[point.family] in ("4-bit", "decode")
     ]
-    found = errors.fit(points, CONSTANTS, rounds=3)
+    found = fitting.fit(points, CONSTANTS, rounds=3)
     assert found.max_efficiency == pytest.approx(0.8, rel=0.01)
     assert found.complex_efficiency == pytest.approx(0.6, rel=0.03)
