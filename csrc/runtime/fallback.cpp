@@ -107,7 +107,7 @@ bool is_switched_off(const char* op) {
   if (!ops || !ops->contains(std::string_view(op))) {
     return false;
   }
-  fall_back(op, "an op that MLX_MITTENS_DISABLE names");
+  fallback(op, "an op that MLX_MITTENS_DISABLE names");
   return true;
 }
 

@@ -211,7 +211,7 @@ mx::array cascade_attention(const mx::array& q, const mx::array& k, const mx::ar
     missing = missing.empty() ? attention_missing(prefix, s) : missing;
     by_mx = !missing.empty();
     if (by_mx) {
-      fall_back(op, std::move(missing));
+      fallback(op, std::move(missing));
     }
   }
   by_mx = by_mx || is_switched_off(op);

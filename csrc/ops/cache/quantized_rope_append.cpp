@@ -95,7 +95,7 @@ Result quantized_rope_append(const mx::array& heads, const Triple& keys, const T
   Arrays inputs = inputs_of(heads, buffers, rotary, offset, stream);
   std::optional<CacheStep> step;
   if (reason) {
-    fall_back(op, reason);
+    fallback(op, reason);
   }
   if (reason || is_switched_off(op)) {
     step = compose_rope_append(inputs, rope, stream);

@@ -157,9 +157,9 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   const bool shares_few = rows <= most;
   const bool is_covered = shares_few && !(exact && is_on_gpu && all_rows > most_matrices);
   if (!shares_few) {
-    fall_back(op, "more than " + std::to_string(most) + " rows of x");
+    fallback(op, "more than " + std::to_string(most) + " rows of x");
   } else if (!is_covered) {
-    fall_back(op, "more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");
+    fallback(op, "more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");
   }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
                            static_cast<uint32_t>(blocks.shape(0))};

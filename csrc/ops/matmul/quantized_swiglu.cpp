@@ -239,7 +239,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     return exact && all_rows > 1 ? row_by_row(inputs[0], stream, product_of_rows) : product_of_rows(inputs[0]);
   };
   auto by_mx = [&](const std::string& reason) {
-    fall_back(op, reason);
+    fallback(op, reason);
     return products_of_mx();
   };
   const size_t rows = apart ? 1 : all_rows;  // that share their work
@@ -254,7 +254,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     return gated(product(1), product(4), activation, stream);
   };
   if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
-    fall_back(op, "more than " + std::to_string(most) + " rows of x");
+    fallback(op, "more than " + std::to_string(most) + " rows of x");
     return own_products();
   }
   if (is_exact() && !gates_exact_rows(stream)) {

@@ -229,7 +229,7 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
   }
   const bool is_bias = bias && x.shape(-1) == 0;  // nothing is multiplied
   if (!reason.empty() && !is_bias) {
-    fall_back(op, reason);
+    fallback(op, reason);
   }
   if (!reason.empty() || is_bias ||
       prefer_mx_experts(experts_problem(op, dtype, affine_number(format), false, sizes), 1, stream)) {

@@ -225,7 +225,7 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
                                                     {"up's bias", optional(bias.has_value(), 7)}});
   auto products = [&] { return of_products(x, experts, lhs_indices, rhs_indices, sorted_indices, stream); };
   auto by_mx = [&](const std::string& reason) {
-    fall_back(op, reason);
+    fallback(op, reason);
     return products();
   };
   if (bias && x.shape(-1) == 0) {  // nothing is multiplied

@@ -114,7 +114,7 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   const mx::Stream stream = checks::checked_stream(op, where);
   const bool is_covered = has_kernels(dtype);
   if (!is_covered) {
-    fall_back(op, "float64");
+    fallback(op, "float64");
   }
   if (!is_covered || prefer_mx(row_problem(op, x, dtype), nullptr, stream)) {
     const mx::array sum = mx::add(x, residual, stream);

@@ -53,7 +53,7 @@ const Schedules registered({"rms_norm", "layer_norm", "add_rms_norm", "norm_add_
 
 }  // namespace
 
-RowPlan plan_rows(const mx::array& x, mx::Stream stream, const RowPlanOptions& options) {
+RowPlan plan_row_op(const mx::array& x, mx::Stream stream, const RowPlanOptions& options) {
   const uint32_t columns = x.shape(-1);
   const size_t total_rows = columns == 0 ? 0 : x.size() / columns;
   if (total_rows > std::numeric_limits<uint32_t>::max()) {

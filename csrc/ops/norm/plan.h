@@ -77,7 +77,7 @@ struct RowPlanOptions {
 };
 
 // For the rows of x, on a stream's GPU.
-RowPlan plan_rows(const mx::array& x, mx::Stream stream, const RowPlanOptions& options);
+RowPlan plan_row_op(const mx::array& x, mx::Stream stream, const RowPlanOptions& options);
 
 // The problem for calibration of an op on the rows of x.
 Problem row_problem(const char* op, const mx::array& x, mx::Dtype dtype);
@@ -99,7 +99,7 @@ inline constexpr uint32_t unsplit_packs = [] {
 inline bool wants_workspace(const mx::array& x, mx::Stream stream, const RowPlanOptions& options) {
   constexpr int64_t fewest_elements = 4;  // of a pack, in float32
   const bool is_small = x.size() <= no_limit && x.shape(-1) <= fewest_elements * unsplit_packs;
-  return !is_small && plan_rows(x, stream, options).kernel == RowKernel::split;
+  return !is_small && plan_row_op(x, stream, options).kernel == RowKernel::split;
 }
 
 // The shape of the results that threadgroups of split rows exchange, in float32: `each` numbers a threadgroup; empty

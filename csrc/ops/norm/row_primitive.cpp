@@ -52,7 +52,7 @@ std::pair<Arrays, std::vector<int>> RowPrimitive::vmap(const Arrays& inputs, con
 }
 
 mx::Shape RowPrimitive::shape_of_workspace(const mx::array& x) {
-  return workspace_shape(plan_rows(x, stream(), plan_options(no_limit)), layout_.workspace);
+  return workspace_shape(plan_row_op(x, stream(), plan_options(no_limit)), layout_.workspace);
 }
 
 void RowPrimitive::allocate(const Arrays& inputs, Arrays& outputs) {
@@ -65,7 +65,7 @@ void RowPrimitive::allocate(const Arrays& inputs, Arrays& outputs) {
 std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, std::initializer_list<Weight> weights,
                                                const Arrays& outputs, float eps, const char* kind) {
   const mx::array& x = inputs[0];
-  RowPlan plan = plan_rows(x, stream(), plan_options(has_workspace_ ? splits_of_workspace(outputs.back()) : 1));
+  RowPlan plan = plan_row_op(x, stream(), plan_options(has_workspace_ ? splits_of_workspace(outputs.back()) : 1));
   const auto first_result = outputs.begin();
   const auto results_end = first_result + layout_.results;
   plan.params.whole = std::all_of(inputs.begin(), inputs.end(), has_whole_rows) &&

@@ -161,7 +161,7 @@ mx::array softcap(const mx::array& logits, float cap, mx::StreamOrDevice where) 
   const mx::Dtype dtype = checks::floating(op, {{"logits", logits}});
   const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
-    fall_back(op, "float64");
+    fallback(op, "float64");
   }
   if (!has_kernels(dtype) || prefer_mx({op, dtype, 0, {problem_size(logits.size()), 1, 1, 1}}, nullptr, stream)) {
     return compose_softcap(logits, cap, stream);

@@ -101,7 +101,7 @@ void check_queries_keys_values(const char* op, const mx::array& q, const mx::arr
 
 bool goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, const char* why_mx, mx::Stream stream) {
   if (runs_kernels(stream) && sizes.columns > kMostStateColumns) {
-    fall_back(op, "more than " + std::to_string(kMostStateColumns) + " columns");
+    fallback(op, "more than " + std::to_string(kMostStateColumns) + " columns");
     return true;
   }
   return prefer_mx(recurrence_problem(op, dtype, sizes), why_mx, stream);

@@ -37,7 +37,7 @@ mx::array taps_of_channels(const char* op, const mx::array& conv_weight, std::op
 
 bool token_goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, bool is_empty, mx::Stream stream) {
   if (runs_kernels(stream) && sizes.rows > kMostTokenRows) {
-    fall_back(op, "more than " + std::to_string(kMostTokenRows) + " rows");
+    fallback(op, "more than " + std::to_string(kMostTokenRows) + " rows");
     return true;
   }
   return is_empty || goes_to_mx(op, dtype, sizes, nullptr, stream);

@@ -373,7 +373,7 @@ Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn
   };
   const bool too_large = logits.shape(-1) > most_columns || logits.size() > std::numeric_limits<uint32_t>::max();
   if (!has_kernels(dtype) || too_large) {
-    fall_back(op, too_large ? "too many logits" : "float64");
+    fallback(op, too_large ? "too many logits" : "float64");
     return by_mx();
   }
   if (!adjust.any() && prefer_mx(sample_problem(logits, options, dtype), nullptr, stream)) {
