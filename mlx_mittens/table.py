@@ -50,7 +50,7 @@ def html(lines: Sequence[Sequence[str]], left: int, notes: Sequence[str] = ()) -
     """A head and lines of cells as a table of a notebook, with notes below.
 
     Args:
-        lines: The cells; those of the head first.
+        lines: The cells, of the head first.
         left: How many columns are flush left.
         notes: Lines of text.
     """

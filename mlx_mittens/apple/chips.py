@@ -50,7 +50,7 @@ class Chip:
         matrix_half_cycles: Cycles of one scheduler for an 8x8x8 multiply of half operands.
         matrix_float_cycles: The same of float operands.
         tensor_flop_per_core_cycle: Peak of the tensor units on half operands; None where there are none.
-        coissue: Whether a core issues integer instructions beside those of floats and matrices.
+        coissue: Whether a core issues integer instructions beside float and matrix instructions.
         dynamic_caching: Whether registers and threadgroup memory are parts of a cache, so that neither is known to
             bound the threads of a core.
         native_bfloat: Whether bfloat operands need no instructions of their own.

@@ -240,7 +240,7 @@ def compile(
     Args:
         file: One of `mlx_mittens.frontend.files()`, or a registered source.
         kernel: The name of a variant.
-        threads: Of a threadgroup, all of which must fit a core at once, which bounds the registers of each. None: as
+        threads: Of a threadgroup. All must fit a core at once, which bounds the registers of each. None: as
             many as the kernel declares; where it declares none, so few that they bound nothing.
         constants: Values of function constants, by index.
 

@@ -29,7 +29,7 @@ SCHEDULERS = 4
 MATRIX_FLOP = 2 * 8 * 8 * 8
 # Operations of tensor units on 8-bit integers beside those on half types (tzakharko, A19).
 _BYTE_RATE = 2
-# Constants called early are those of M1 and M2, and later those of the generations from the M3 on.
+# Constants called early are for M1 and M2, later ones for the generations from the M3 on.
 _FIRST_LATER = 15
 
 

@@ -248,7 +248,7 @@ def _filled(values: mx.array, shape: tuple[int, ...]) -> mx.array:
 
 
 def _weights(model: nn.Module, dtype: mx.Dtype) -> list[tuple[str, mx.array]]:
-    """Random weights of the size that keeps activations near 1, for what the model has."""
+    """Random weights for a model, of the size that keeps activations near 1."""
     normal = mx.random.normal((_DRAWN,))
     words = mx.random.randint(0, 2**32 - 1, (_DRAWN,), mx.uint32)
     mx.eval(normal, words)
@@ -304,7 +304,7 @@ def _quantization(bits: int | None, group_size: int, mode: str) -> dict[str, Any
 def fitting_layers(
     name: str, dtype: mx.Dtype, nbytes: int, bits: int | None = None, group_size: int = 64, mode: str = "affine"
 ) -> int:
-    """How many layers of an architecture fit so many bytes, beside its embeddings and its head.
+    """The number of layers of an architecture that fit some bytes, beside its embeddings and its head.
 
     Args:
         name (str): One of ``ARCHITECTURES``.

@@ -77,7 +77,7 @@ def cache_bytes() -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that the default device has for what is still to be made; None where the system does not say."""
+    """Memory that the default device has left; None where the system does not say."""
     if device() == "gpu":
         info = mx.device_info(mx.gpu)
         known = [info.get(name) for name in ("free_memory", "max_recommended_working_set_size", "total_memory")]

@@ -27,7 +27,7 @@ _CPU_KEPT_BYTES = 1 << 30
 # Seconds of one contender's turn: a short call alone would time the waking of threads, and cold caches.
 _SHORTEST_SAMPLE = {"cpu": 4e-3, "gpu": 10e-3}
 
-# A call that takes so many seconds, as mx's may on a CPU, is timed twice: it hardly scatters.
+# A call that takes this many seconds, as mx's may on a CPU, is timed twice: it hardly scatters.
 _SLOW = 0.1
 
 # Turns after which the times may be clear.
@@ -119,7 +119,7 @@ def take_turns(
     """Lets the contenders take turns until the budget is spent; gives the seconds of a call in each turn.
 
     Args:
-        samplers: A function for each contender, which times so many calls.
+        samplers: A function for each contender, which times a number of calls.
         device: ``cpu`` or ``gpu``.
         budget: How many turns.
         shortest: Seconds of a turn at least; those of the benchmark without it.

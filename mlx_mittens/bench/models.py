@@ -179,7 +179,7 @@ def _one_token(model: nn.Module, caches: list) -> float:
 
 
 def _decode(model: nn.Module, caches: list, tokens: int, seconds: float) -> Speed:
-    """mlx-lm's loop over so many tokens, or for so long; the median of a token's time."""
+    """mlx-lm's loop, limited by tokens and seconds; the median of a token's time."""
     from mlx_lm.generate import generate_step
 
     first = _one_token(model, caches)
@@ -244,7 +244,7 @@ def _in_turns(contenders: dict[str, Callable[[], Speed]]) -> tuple[dict[str, Spe
     return best, problem
 
 
-# What `measure` does of a model, one after another.
+# The number of steps that `measure` reports of a model.
 STEPS = 3
 
 

@@ -60,7 +60,7 @@ class Server:
     Args:
         folder: A model in mlx-lm's format.
         patched: Whether it runs as ``mlx-mittens run mlx_lm.server``.
-        log: A file for what it prints.
+        log: A file for its output.
         exact: Whether it runs with ``--exact``, where it is patched.
         options: More words of the server's command line.
     """
@@ -115,7 +115,7 @@ class Server:
         """Greedy answers to all prompts.
 
         Args:
-            prompts: What each request asks to go on with.
+            prompts: The prompt of each request.
             tokens: The most tokens of an answer.
             at_once: How many requests are under way at a time.
 

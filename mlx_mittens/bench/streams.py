@@ -25,7 +25,7 @@ def on_stream(stream: mx.Stream) -> Iterator[dict[str, Any]]:
     """Runs what is inside on a stream.
 
     Yields:
-        dict: What mlx-lm's loop takes to run there, too: an option, or before mlx-lm 0.32 nothing, as it has a global.
+        dict: Options by which mlx-lm's loop runs there, too; none before mlx-lm 0.32, which has a global.
     """
     loop: Any = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
     with mx.stream(stream):

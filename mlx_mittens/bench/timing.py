@@ -129,7 +129,7 @@ class _Work:
         return x
 
     def of(self, seconds: float) -> mx.array:
-        """About so many seconds of work, which are not begun."""
+        """Work of about these seconds, which is not begun."""
         return self._products(math.ceil(seconds / self._seconds))
 
 
@@ -171,7 +171,7 @@ class _QueuedSampler(Sampler):
         self._most = _MOST_QUEUED
 
     def _calls(self, count: int, gate: mx.array) -> mx.array:
-        """The last result of a chain of calls, the first of which waits for the gate."""
+        """The last result of a chain of calls; the first waits for the gate."""
         state = gate
         for group in self._inputs(count):
             arguments = list(group)

@@ -276,7 +276,7 @@ def _ours(
     say: Callable[[str], None],
     activations: Literal["int8"] | None,
 ) -> tuple[list[int], _Run, Stats]:
-    """Our greedy tokens, our run along mx's tokens, and what was counted in the first."""
+    """Our greedy tokens, our run along mx's tokens, and the counts of the first."""
     subject = converted_copy(model) if convert else model
     with contextlib.nullcontext() if convert else patched(activations=activations):
         stats(reset=True)

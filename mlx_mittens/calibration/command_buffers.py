@@ -115,7 +115,7 @@ def holds(current: Limits, environment: Mapping[str, str]) -> str:
 
 
 def advice(current: Limits, trials: Sequence[Trial]) -> str:
-    """What to set, by what was tried on this Mac."""
+    """The best setting of those tried on this Mac."""
     if not trials:
         return "`mlx-mittens calibrate` tries others"
     chosen = best(trials)

@@ -24,7 +24,7 @@ _STEP = 16
 # The type that is measured where half types agree, and the one that is then left out.
 HALF, OTHER_HALF = "bfloat16", "float16"
 
-# Of the coarse cases of an op, one in so many is timed in both half types.
+# One in this many of the coarse cases of an op is timed in both half types.
 _SAMPLED = 3
 
 
@@ -73,7 +73,7 @@ _MAC_PROMPT_ROWS = (32, 64, 512, 2048)
 _INNER = (1024, 4096, 16384)
 _OUTPUTS = (128, 512, 2048, 8192, 32768, _VOCABULARY)
 
-# Heads, of which so many share keys and values, and their widths.
+# Heads, how many of them share keys and values, and their widths.
 _HEADS = 16
 _RATIOS = (1, 4)
 _WIDTHS = (64, 128, 256)
@@ -112,7 +112,7 @@ _MAC_SORTED_PAIRS = (4096,)  # of 512 tokens and more
 _MOST_EXPERTS = {"cpu": 2**26, "gpu": 2**30}  # their weights
 _MOST_DENSE_EXPERTS = 2**29
 
-# Experts of mixtures with a shared expert, of which a token chooses more.
+# Experts of mixtures with a shared expert, where a token chooses more.
 _EXPERTS_BESIDE_SHARED = ((32, 1024, 1024), (128, 2048, 1024), (128, 4096, 2048), (512, 2048, 512))
 _CHOSEN_BESIDE_SHARED = 8
 
@@ -127,7 +127,7 @@ _ROUTED = (1, 4, 16, 64, 256, 1024)
 _STATES = tuple((batch, heads, rows, 128) for batch, heads in ((1, 16), (1, 64), (4, 64)) for rows in (64, 128))
 _STEPS = (4, 16, 64, 256, 1024)
 
-# Larger cases take longer than what they say is worth: elements of an op that moves them, and products of numbers.
+# Larger cases take longer than they are worth: elements of an op that moves them, and products of numbers.
 _MOST_ELEMENTS = {"cpu": 2**23, "gpu": 2**27}
 _MOST_WEIGHTS = {"cpu": 2**26, "gpu": 2**29}
 _MOST_PRODUCTS = {"cpu": 2**28, "gpu": 2**34}
@@ -460,7 +460,7 @@ def _distances(case: Case, other: Case) -> list[float] | None:
 
 
 def agree(case: Case, measured: Iterable[tuple[Case, Hashable]]) -> bool:
-    """Whether the cases around one, each with what was found of it, agree on that."""
+    """Whether the cases around one, each with its finding, agree on that."""
     around = [(found, what) for other, what in measured if (found := _distances(case, other)) is not None]
     surrounded = all(min(sizes) <= 1 and max(sizes) >= -1 for sizes in zip(*(found for found, _ in around)))
     return bool(around) and surrounded and len({what for _, what in around}) == 1

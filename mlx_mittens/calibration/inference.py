@@ -55,7 +55,7 @@ class Known:
         )
 
     def by_other_half(self, item: grid.Item) -> list[Row]:
-        """The rows of an item that the other half type's stand for: those of an op whose half types have one winner."""
+        """The rows of an item that the other half type's stand for: of an op whose half types have one winner."""
         if item.dtype != grid.OTHER_HALF or item.sampled:
             return []
         pairs = [

@@ -56,7 +56,7 @@ class Plan:
 
 
 MX = Plan(mx=True)
-TABLES = Plan()  # what the tables give
+TABLES = Plan()  # the tables' choice
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _is_clear(times: Mapping[str, Sequence[float]]) -> bool:
 
 
 class _Repeated:
-    """Random numbers for inputs, few of which are drawn: a time does not depend on them."""
+    """Random numbers for inputs; few are drawn, since a time does not depend on them."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng

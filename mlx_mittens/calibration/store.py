@@ -58,7 +58,7 @@ class Row:
         case: The call that was timed.
         dtype: Its element type.
         format: What else tells kernels apart, as the extension numbers it.
-        sizes: What its speed depends on, as the extension asks for it.
+        sizes: Sizes that its speed depends on, as the extension asks for it.
         mx: Whether mx is the fastest.
         schedule: The plan that is the fastest of ours; empty for that which the tables give.
         parallelism: Its parallelism; 0 for that which the tables give.

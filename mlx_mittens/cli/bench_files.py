@@ -53,7 +53,7 @@ class Begun:
         path: Its file.
         machine: The machine, as the file has it.
         asked: The options that it was started with.
-        outcomes: What it has measured.
+        outcomes: Its measurements.
     """
 
     path: str

@@ -20,7 +20,7 @@ def offer(action: argparse.Action, words: Words) -> None:
 
 
 def offer_list(action: argparse.Action, words: Words) -> None:
-    """The same of names separated by commas, of which the last is completed."""
+    """Completes the last of several names separated by commas."""
 
     def complete(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
         before, comma, last = prefix.rpartition(",")

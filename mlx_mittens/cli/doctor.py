@@ -48,7 +48,7 @@ _LARGE = 2**20
 # Processes that launch kernels ahead of a quick examination.
 _MOST_AHEAD = 4
 
-# After so many ended processes the rest of an op's cases is left out: a process takes seconds to start.
+# Ended processes after which the rest of an op's cases is left out: a process takes seconds to start.
 _MOST_DEATHS = 3
 
 
@@ -170,12 +170,12 @@ _CHILD = "from mlx_mittens.cli.doctor import child; child()"
 
 
 class _Findings:
-    """What was found so far, on stdout by op and in the JSON file by case."""
+    """The findings so far, on stdout by op and in the JSON file by case."""
 
     def __init__(self, file: JsonFile, head: dict[str, Any], planned: int) -> None:
         self.failed: list[Finding] = []
         self.step: Callable[[str], None] = lambda _: None
-        self.notes: list[str] = []  # what is to be said of cases of the current op that passed
+        self.notes: list[str] = []  # notes on cases of the current op that passed
         self.count = 0
         self.running: dict[str, str] | None = None
         self.given_up: list[str] = []  # ops whose cases did not all run

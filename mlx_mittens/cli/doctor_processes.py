@@ -82,7 +82,7 @@ class Child:
 class _Ahead:
     """Processes that run cases before it is their turn: NVIDIA's driver compiles a kernel at its first launch, for all.
 
-    What they find is not kept.
+    Their findings are not kept.
     """
 
     def __init__(self, parts: Sequence[Cases], start: Callable[[], Child], count: int) -> None:

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             words: They, one at least.
-            known: What the command takes as values of options, which may have been meant.
+            known: Values of options that the command takes, which may have been meant.
         """
         word = words[0]
         self._check_option(word)

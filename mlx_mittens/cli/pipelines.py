@@ -14,7 +14,7 @@ from typing import Any
 from .. import _ext, frontend
 from ..bench import machine
 
-# After so many ended processes the rest is left out.
+# Ended processes after which the rest is left out.
 _MOST_DEATHS = 3
 
 # What `probe` compiles.

@@ -82,7 +82,7 @@ class Side:
         return any(launch.is_missed for launch in self.launches.get(chip, ()))
 
     def kernels(self) -> list[dict[str, PredictedLaunch]]:
-        """One entry for each kernel of so many threads, with its launch on each chip that has it."""
+        """One entry for each kernel and number of threads, with its launch on each chip that has it."""
         found: dict[tuple[tuple[str, int], int], dict[str, PredictedLaunch]] = {}
         for chip, launches in self.launches.items():
             times: Counter[tuple[str, int]] = Counter()

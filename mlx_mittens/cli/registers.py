@@ -113,7 +113,7 @@ def _style(row: Row) -> str:
 
 
 def _print_loops(code: MachineCode) -> None:
-    """The instructions of each loop, those of the loops in it left out."""
+    """The instructions of each loop, without the loops in it."""
     lines = [["", "begins at", "in loop", "depth", *machine_code.KINDS]]
     for number, loop in enumerate(code.loops):
         own = [block for block in code.blocks if block.loop == number]
@@ -228,7 +228,7 @@ def _missing_constants(request: Request) -> CompileError | None:
 
 
 _ASKED = r"\bis_function_constant_defined\s*\(\s*{}\s*\)"
-_OTHERS = (0, 2)  # values beside 1, of which a loop or an array may have the one and not the other
+_OTHERS = (0, 2)  # values beside 1: a loop or an array may allow one and not the other
 
 
 def _named(part: str, requests: Sequence[Request]) -> list[Request]:
@@ -254,7 +254,7 @@ def _ours(of: str | None) -> list[Request]:
 
 
 def _files(of: str | None) -> Sequence[str]:
-    """The front end's names of what an argument asks for."""
+    """The front end's names of the kernels that an argument asks for."""
     if of is None:
         return frontend.files()
     if files := kernels.files_of(of):

@@ -87,9 +87,9 @@ def each(
 
     Args:
         todo: The items, one at least.
-        do: What is done with each.
+        do: A function that takes each.
         name: The name of one.
-        minutes: No item is begun after so many, which is no failure.
+        minutes: Time after which no item is begun, which is no failure.
         since: Their beginning, by ``time.monotonic``; now without it.
     """
     interrupt: KeyboardInterrupt

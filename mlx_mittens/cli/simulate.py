@@ -184,7 +184,7 @@ def own_launches(
     seed: int = 0,
     first: list[dict[str, Any]] | None = None,
 ) -> list[tuple[list[Chip], list[dict[str, Any]]]]:
-    """What our kernels do for a case, profiled, without a look at the result.
+    """The launches of our kernels for a case, profiled, without a look at the result.
 
     Args:
         first: The launches by the plan for the first chip, where they are known.
@@ -244,7 +244,7 @@ def peer_launches(
     gpu: str | None = None,
     dry: bool = False,
 ) -> list[dict[str, Any]]:
-    """What MLX's own Metal kernels do for a case, on the inputs that ours get; none where it has none.
+    """The launches of MLX's own Metal kernels for a case, on the inputs that ours get; none where it has none.
 
     Args:
         op: The op.

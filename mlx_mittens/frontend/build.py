@@ -1,4 +1,4 @@
-"""From a .metal file to its translation and its variants, and what the builds for all targets share."""
+"""From a .metal file to its translation and its variants; steps that the builds for all targets share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our standard library and MLX's headers: the folders, their digest, and what was built of kernels ahead of time."""
+"""Our standard library and MLX's headers: the folders, their digest, and kernels that were built ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drop-in modules: those of ``mlx.nn``, on our ops, for a model of one's own or in the place of a model's."""
+"""Drop-in modules: ``mlx.nn``'s, on our ops, for a model of one's own or in the place of a model's."""
 
 from ..patching.batch_caches import BatchQuantizedKVCache
 from ..patching.batch_windows import BatchRotatingQuantizedKVCache

@@ -43,7 +43,7 @@ def make_room(cache: Any, tokens: int, heads: int, like: mx.array) -> None:
 
 
 def turn_and_append(cache: Any, heads: mx.array, rotary: _ext.Rotary) -> tuple[mx.array, mx.array, mx.array] | None:
-    """Turned queries of a layer's heads, and its turned keys and its values with those of the cache before them."""
+    """Turned queries of a layer's heads, and its turned keys and its values behind the cached ones."""
     result = _ext.turn_into_cache(heads, cache.keys, cache.values, rotary, cache.offset)
     if result is not None:
         cache.offset += heads.shape[2]

@@ -103,7 +103,7 @@ class _Joined:
 
 
 def are_alike(layers: Sequence[nn.Module]) -> bool:
-    """Whether one product can stand for those of all."""
+    """Whether one product can replace all of them."""
     first = layers[0]
     if type(first) not in (Linear, QuantizedLinear):
         return False
@@ -151,7 +151,7 @@ def part(module: nn.Module) -> None:
 
 
 def decode_a_little(module: nn.Module, x: mx.array) -> list[mx.array]:
-    """What such a module gives for a few tokens, the last of them after a cache of the others, and what it caches."""
+    """The results of such a module for a few tokens, the last one with a cache of the others, and the cached arrays."""
     from mlx_lm.models.cache import KVCache
 
     cache = KVCache()
@@ -170,7 +170,7 @@ def _norm_heads(attention: Any, queries: mx.array, keys: mx.array) -> tuple[mx.a
 
 
 def _turn(attention: Any, heads: mx.array, cache: Any, asked: bool) -> tuple[mx.array, mx.array, mx.array]:
-    """Turned queries, and keys and values with those of a cache before them, by the modules of an attention.
+    """Turned queries, and keys and values behind the cached ones, by the modules of an attention.
 
     asked: whether our append has been asked for, and is not to be.
     """

@@ -53,7 +53,7 @@ _GATES = (1.0, 32.0)
 # Names in the call of a feed-forward part whose activation is the approximation of GELU, which no trial in half types
 # tells from GELU itself.
 _APPROXIMATE = {"gelu_approx", "geglu"}
-# That of a block's input in a trial, beside 1: what the block adds to it is not lost in its rounding.
+# Scale of a second trial input: small, so that rounding does not hide what the block adds.
 _SMALL = 2.0**-7
 
 _EPSILON = {mx.float32: 1e-5, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
@@ -265,7 +265,7 @@ def _usual_and_large(mlp: nn.Module, x: mx.array) -> list[mx.array]:
 
 
 def _activations_of(mlp: nn.Module) -> tuple[str, ...]:
-    """What may be the activation of a feed-forward part."""
+    """Whether an object may be the activation of a feed-forward part."""
     if type(mlp).__call__ is _fused_mlp:
         return (mlp._pair.activation,)
     code = getattr(call_of(mlp), "__code__", None)
@@ -278,7 +278,7 @@ def _usual_and_small(block: nn.Module, x: mx.array, *mask: str) -> list[mx.array
 
 
 def _input_of(layer: nn.Module) -> tuple[int, mx.Dtype]:
-    """Width and type of what a linear layer takes."""
+    """Width and type of the input of a linear layer."""
     width = layer["weight"].shape[1]
     if type(layer) is QuantizedLinear:
         return width * 32 // layer.bits, layer["scales"].dtype

@@ -1,4 +1,4 @@
-"""The norms of a model's blocks: those of ``mlx.nn``, and those of Gemma, whose scale is 1 + weight.
+"""The norms of a model's blocks: of ``mlx.nn``, and of Gemma, whose scale is 1 + weight.
 
 mlx-lm has a class of the latter in each model that needs it. Such a module is known by what its call names, and shown
 to be one by a trial.
@@ -56,7 +56,7 @@ def is_norm(module: Any) -> bool:
 
 
 def offset_of(norm: Any) -> float:
-    """What such a norm adds to its weight."""
+    """The number that such a norm adds to its weight."""
     return float(getattr(type(norm).__call__, "weight_offset", 0.0))
 
 

@@ -149,7 +149,7 @@ def _is_of_models(function: types.FunctionType) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The names of a function's code and of what is defined in it."""
+    """The names of a function's code and of the functions defined in it."""
     inner = (value for value in code.co_consts if isinstance(value, types.CodeType))
     return set(code.co_names).union(*map(_names_in, inner))
 
@@ -256,7 +256,7 @@ def _rebound_class(base: type, rebinding: _Rebinding) -> type | None:
         isinstance(call, types.FunctionType) and _is_of_models(call) and _appends_in(call)
     ):
         methods["__call__"] = _appending(call, rebinding.attentions.get(base))
-    # What such a class asks its base for is ours too.
+    # Attributes that such a class takes from its base are ours too.
     twins = [twin for twin in (Linear, QuantizedLinear) if issubclass(base, _base_of(twin))]
     if not methods and not twins:
         return None

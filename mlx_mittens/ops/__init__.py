@@ -1,4 +1,4 @@
-"""The ops, a module a family. With them come what was measured on this machine, and what is switched off."""
+"""The ops, by family. They come with this machine's calibration and the ops that are switched off."""
 
 from .. import calibration as _calibration
 from .. import switches as _switches

@@ -1,4 +1,4 @@
-"""Rotary embedding, together with what a decoder layer does beside it.
+"""Rotary embedding, together with a decoder layer's steps beside it.
 
 As the other ops this one is lazy, runs on the device of its stream and can be differentiated, vmapped and compiled.
 """

@@ -198,7 +198,7 @@ def quantized_matmul(
         bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else those of the mode.
         mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``, as ``mx.quantize`` has them.
         bias (array, optional): Offset of the result, of shape ``[outputs]``.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. On Apple GPUs up to 16 rows share
+        exact (bool): Whether a row of ``x`` gives, bit for bit, its result alone. On Apple GPUs up to 16 rows share
             their work all the same, if ``transpose``; elsewhere rows then share none.
         activations (str, optional): On a CPU ``"int8"`` lets the kernel round ``x`` to 8 bits, with a scale for each
             group or word of ``w``, where that is faster: in every format but ``mxfp8``, if ``transpose``. Results
@@ -305,7 +305,7 @@ def quantized_swiglu(
         bits (int, optional): As of `quantized_matmul`.
         mode (str): As of `quantized_matmul`.
         activation (str): ``swiglu``, or ``geglu``: ``nn.gelu_approx`` in the place of ``silu``, as in Gemma.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. On Apple GPUs up to 16 rows share
+        exact (bool): Whether a row of ``x`` gives, bit for bit, its result alone. On Apple GPUs up to 16 rows share
             their work all the same; elsewhere rows then share none.
         stream (optional): Stream or device to run on.
 
@@ -396,7 +396,7 @@ def block_matmul(
             ``mxfp4`` or ``nvfp4``. Kernels for Apple GPUs before the M5 take any number of rows of ``x``, those for
             other GPUs up to 16; more are multiplied with dequantized weights.
         bias (array, optional): Offset of shape ``[outputs]``.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, its result alone.
         stream (optional): Stream or device to run on.
 
     Returns:

@@ -159,7 +159,7 @@ def gather_swiglu(
         group_size (int, optional): As of ``gather_qmm``.
         bits (int, optional): As of ``gather_qmm``.
         mode (str): As of ``gather_qmm``.
-        bias (tuple, optional): What is added to the products of ``gate`` and of ``up``, each of shape
+        bias (tuple, optional): Added to the products of ``gate`` and of ``up``, each of shape
             ``[stack..., outputs]``.
         activation (str): ``swiglu``; ``geglu``, with ``nn.gelu_approx`` in the place of ``silu``, as Gemma 4 has it; or
             ``clipped``, as gpt-oss: ``g * sigmoid(1.702 * g) * (u + 1)`` of ``g = min(gate, 7)`` and
@@ -215,7 +215,7 @@ def gather_sum(
         indices (array): Integers of shape ``[..., chosen]``, which index the stack as if it had one axis. A sum with an
             index out of range is NaN.
         weights (array): Of shape ``[..., chosen]``, of a floating-point type; float32 is not rounded.
-        bias (array, optional): What is added to each product, of shape ``[stack..., outputs]``.
+        bias (array, optional): Added to each product, of shape ``[stack..., outputs]``.
         group_size (int, optional): As of ``gather_qmm``.
         bits (int, optional): As of ``gather_qmm``.
         mode (str): As of ``gather_qmm``.
@@ -352,7 +352,7 @@ def route_top_k(
     Args:
         logits (array): Of shape ``[..., experts]``; float32, float16 or bfloat16.
         k (int): How many to choose.
-        bias (array, optional): Of shape ``[experts]``; what is added where experts are chosen.
+        bias (array, optional): Of shape ``[experts]``; added where experts are chosen.
         scores (str): ``softmax`` or ``sigmoid`` of the logits, or ``chosen``: experts are chosen by the logits, and
             weights are the softmax of the chosen.
         renormalize (bool): Whether weights are divided by their sum.

@@ -37,7 +37,7 @@ def gated_delta_inputs(
     key_eps: float = 1e-6,
     stream: StreamOrDevice = None,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, Convolved]:
-    """What ``gated_delta_update`` takes of a prompt, from the projections of a layer: Qwen3-Next, Kimi Linear.
+    """Computes the inputs of ``gated_delta_update`` for a prompt, from a layer's projections: Qwen3-Next, Kimi Linear.
 
     A causal convolution of ``q``, ``k`` and ``v`` with the steps before, SiLU, the norms of queries and keys, gates
     and rates, in one launch::
@@ -47,7 +47,7 @@ def gated_delta_inputs(
         gamma = exp(-exp(A_log) * softplus(a + dt_bias));  beta = sigmoid(b)
 
     Steps that the mask hides have zeros for ``q``, ``k`` and ``v`` before the convolution. All is computed in float32,
-    and rounded once. The inputs may be views of one projection. Gradients are those of mx operations.
+    and rounded once. The inputs may be views of one projection. Gradients come from mx operations.
 
     Args:
         q (array): Queries before the convolution, of shape ``[batch, steps, key_heads, columns]``; float32, float16 or
@@ -67,7 +67,7 @@ def gated_delta_inputs(
         mask (array, optional): The steps that are seen, of shape ``[batch, steps]`` and type bool.
         lengths (array, optional): The steps behind which the next state is taken, of shape ``[batch]`` and an integer
             type; by default all.
-        key_eps (float): What is added to the sums of squares of queries and keys. Default: ``1e-6``.
+        key_eps (float): Added to the sums of squares of queries and keys. Default: ``1e-6``.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -151,7 +151,7 @@ def gated_delta_token(
         norm_weight (array): Of shape ``[rows]``.
         state (array): Of shape ``[batch, heads, rows, columns]``.
         eps (float): Of the norm of the result. Default: ``1e-6``.
-        key_eps (float): What is added to the sums of squares of queries and keys. Default: ``1e-6``.
+        key_eps (float): Added to the sums of squares of queries and keys. Default: ``1e-6``.
         gate (str): What ``z`` goes through, ``"silu"`` or ``"sigmoid"``. Default: ``"silu"``.
         stream (optional): Stream or device to run on.
 
@@ -199,7 +199,7 @@ def short_conv_token(
 
     Several tokens, as of a prompt, are one launch too. All is computed in float32, but for ``b * x``, which is rounded
     as the state keeps it; ``y`` is rounded once. With one token the state is written in place if nobody else needs it.
-    Gradients are those of mx operations.
+    Gradients come from mx operations.
 
     Args:
         projected (array): ``b``, ``c`` and ``x`` side by side, of shape ``[batch, 3 * channels]`` or
@@ -248,7 +248,7 @@ def ssm_inputs(
         x, B, C = split(silu(convolution(window, conv_weight) + conv_bias))
 
     Steps that the mask hides have zeros for ``mixed``. All is computed in float32, and rounded once. ``mixed`` may be a
-    view of the projection. Gradients are those of mx operations.
+    view of the projection. Gradients come from mx operations.
 
     Args:
         mixed (array): The channels of ``x``, ``B`` and ``C`` side by side, of shape ``[batch, steps, channels]``;
@@ -314,7 +314,7 @@ def ssm_token(
 
     All is computed in float32, and ``y`` is rounded once. The state is float32 throughout, and written in place if
     nobody else needs it. The norm of ``y``, which takes all heads, is left to a call of its own. On a GPU a kernel has
-    up to 512 columns and rows; gradients are those of mx operations.
+    up to 512 columns and rows; gradients come from mx operations.
 
     Args:
         projected (array): ``z``, the channels of ``x``, ``B`` and ``C``, and ``dt`` side by side, of shape

@@ -80,7 +80,7 @@ def _unturned(heads: mx.array, offset: Any) -> mx.array:
 
 
 def _turned(rope: Any, heads: mx.array, offset: Any) -> mx.array:
-    """What a rotary embedding makes of heads, without a product by one."""
+    """The rotary embedding of heads, without a product by one."""
     if digest(call_of(rope)) == _LONG_ROPE and rope._scale == 1 and rope.dim == heads.shape[-1]:
         options = {"traditional": False, "base": None, "scale": 1.0, "freqs": rope._freqs}
         return cast(mx.array, _ext.try_rope(heads, rope.dim, offset=offset, **options))
@@ -197,7 +197,7 @@ def sparse_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: An
 
 
 def latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
-    """mlx_lm.models.deepseek_v3.DeepseekV3Attention, and what is built like it."""
+    """mlx_lm.models.deepseek_v3.DeepseekV3Attention, and layers built like it."""
     _refuse_packed(layer, cache)
     if mask is not None or not _is_token(x, cache):
         return None

@@ -63,7 +63,7 @@ class BatchRotatingQuantizedKVCache(BatchQuantizedKVCache):
         return self._last(self.max_size)
 
     def _drop(self, tokens: int) -> None:
-        """Drops what no later token sees, where it fills a step or there is no room for so many tokens more."""
+        """Drops tokens that no later one sees, where they fill a step or room for the new ones is lacking."""
         stale = self._idx - (self.max_size - 1)
         if self.keys is None or stale <= 0 or (stale < self.step and self._idx + tokens <= self.keys[0].shape[2]):
             return
@@ -149,7 +149,7 @@ class BatchRotatingQuantizedKVCache(BatchQuantizedKVCache):
 
     @classmethod
     def quantized(cls, cache: Any, group_size: int, bits: int) -> BatchRotatingQuantizedKVCache:
-        """What mlx-lm's ``RotatingKVCache`` holds, as a batch of one row.
+        """The content of mlx-lm's ``RotatingKVCache``, as a batch of one row.
 
         Raises:
             ValueError: The cache keeps its first tokens.

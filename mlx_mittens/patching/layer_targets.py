@@ -12,7 +12,7 @@ from .target import Attempt, Target
 
 @dataclass(frozen=True)
 class _StateLayer:
-    """A layer of mlx-lm's models that keeps states, known by what its call does.
+    """A layer of mlx-lm's models that keeps states, known by the digest of its call.
 
     Attributes:
         op: Of ours, which computes a token between its projections. Prompts have others.
@@ -96,7 +96,7 @@ STATES = [
 ]
 
 
-# Mixtures of mlx-lm's models, by what their calls do.
+# Mixtures of mlx-lm's models, by the digests of their calls.
 _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
     (routers.qwen3_mixture, "2a9a20a86d90a438", ("qwen3_moe.Qwen3MoeSparseMoeBlock",), ("self", "x")),
     (routers.qwen3_next_mixture, "0313c3d16a342105", ("qwen3_next.Qwen3NextSparseMoeBlock",), ("self", "x")),
@@ -183,12 +183,12 @@ MIXTURES = [
 
 
 def mixture_of(base: type) -> Attempt | None:
-    """What computes the call of a class of mixtures or routers, where it is one that is known."""
+    """The function that computes the call of a class of mixtures or routers, if that is known."""
     text = digest(plain(base.__call__))
     return next((attempt for attempt, known, _, _ in _MIXTURES if text == known), None)
 
 
-# Norms of mlx-lm's models whose scale is 1 + weight, by what their calls do.
+# Norms of mlx-lm's models whose scale is 1 + weight, by the digests of their calls.
 _OFFSET_NORMS = (
     (adapters.OFFSET_NORM, ("gemma.RMSNorm", "gemma2.RMSNorm", "gemma3_text.RMSNorm", "recurrent_gemma.RMSNorm")),
     (adapters.OFFSET_NORM, ("muse_glimmer.CenteredRMSNorm",)),
@@ -237,7 +237,7 @@ GEMMA = [
 ]
 
 
-# Attention layers of mlx-lm's models, by what their calls do: those of Llama's kind and those with norms of heads.
+# Attention layers of mlx-lm's models, by the digests of their calls: of Llama's kind first, then with norms of heads.
 _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
     (
         _ext.try_attention_layer,

@@ -37,7 +37,7 @@ def format_of(layer: Any) -> tuple[Any, ...]:
 
 
 def products(x: mx.array, layers: Sequence[Any], alone: bool = False) -> list[mx.array]:
-    """What each layer makes of x.
+    """The results of each layer for x.
 
     alone: whether nothing else reads x. If it is a norm that nothing has computed yet, the products compute it.
     """

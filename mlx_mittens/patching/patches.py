@@ -145,7 +145,7 @@ def _settings(
 
 
 def _apply() -> None:
-    """Brings what is installed to what the settings ask for; where a target has moved, nothing changes."""
+    """Installs the targets that the settings ask for and removes others; where a target has moved, nothing changes."""
     settings = _blocks[-1][1] if _blocks else _base
     strict = settings is not None and settings.strict
     wanted = [target for target in TARGETS if settings and target.is_wanted(settings.switches)]

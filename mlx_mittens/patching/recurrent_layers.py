@@ -44,7 +44,7 @@ _KIMI_CONVOLUTION = "79051f4279e9cdd1"  # ShortConv1d.__call__
 _ORDERING = "8f67b5509f348efc"  # Qwen3NextGatedDeltaNet.fix_query_key_value_ordering
 
 _CONVOLUTION = "91399c06594a45a8"  # Mamba2Block._conv and its like
-_SPACE_STEPS = ("9ca269ae4e00c179", "a2c9380b7211fc99", "219281442870a583")  # their _ssm, of which two round D
+_SPACE_STEPS = ("9ca269ae4e00c179", "a2c9380b7211fc99", "219281442870a583")  # their _ssm; two of them round D
 _GATED_NORM = "698a8367d422b09a"  # MambaRMSNormGated.__call__
 _GROUPED_NORM = "e647c3e985ff6fe5"  # nemotron_h's, with a norm for each group of heads
 _FALCON_NORM = "6e9afa6b4185e89a"  # FalconH1RMSNormGated.__call__
@@ -114,7 +114,7 @@ def _delta_steps(
 
 
 def _delta(layer: Any, is_one: bool, mask: Any, cache: Any, *projected: mx.array) -> mx.array:
-    """The layer's output from what is projected: q, k, v, z, a and b."""
+    """The layer's output from its projections: q, k, v, z, a and b."""
     weights = layer["conv1d"]["weight"], layer["A_log"], layer["dt_bias"]
     norm, batch = layer["norm"], projected[0].shape[0]
     if is_one:

@@ -70,7 +70,7 @@ def make_logits_processors(
     frequency_penalty: float | None = None,
     frequency_context_size: int = 20,
 ) -> list[Any] | None:
-    """mlx-lm's processors, of which those for the last tokens become part of the draw."""
+    """mlx-lm's processors; penalties for the last tokens become part of the draw."""
     from mlx_lm import sample_utils
 
     processors = plain(sample_utils.make_logits_processors)(logit_bias)

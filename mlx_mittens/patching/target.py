@@ -12,7 +12,7 @@ from typing import Any
 
 from .digests import digest, plain
 
-importing: set[str] = set()  # modules that are not yet what they will be
+importing: set[str] = set()  # modules that are being imported
 executed: set[str] = set()  # modules that were imported under the patch
 
 Attempt = Callable[..., Any]  # an op's result, or None where the original is to be called
@@ -39,7 +39,7 @@ class Target:
     module: str  # where the function is
     path: str  # and its name there, with dots
     attempt: Attempt
-    parameters: tuple[str, ...] = ()  # of a Python function, which must be these; mx's own are those of its version
+    parameters: tuple[str, ...] = ()  # of a Python function, which must be these; empty for mx's own
     optional: bool = False  # a package that need not be installed; patched once it is imported
     newer: bool = False  # only later releases of mlx have it: it is left alone where it is not there
     partial: bool = False  # some calls are the original's in strict mode too

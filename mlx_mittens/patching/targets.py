@@ -10,7 +10,7 @@ from . import adapters, feed_forward, quantized_batches, samplers, state_updates
 from .layer_targets import ATTENTION, GEMMA, MIXTURES, NORMS, STATES
 from .target import Target
 
-# What rotating caches rest on.
+# Functions that rotating caches rest on.
 _ROTATING = ("_trim", "_temporal_order", "_update_concat", "_update_in_place")
 
 _FUNCTIONS = [

@@ -1,6 +1,6 @@
 """MLX's Metal kernels for the matrix units of an M5, launched where MLX launches them. Their names end in nax.
 
-The rules and the geometry are those of MLX 0.32.2's host code, the last whose source is public; the kernels are those
+The rules and the geometry are from MLX 0.32.2's host code, the last whose source is public; the kernels are those
 of the installed wheel. MLX's thin products and its kernels for dense matrices are not launched.
 """
 

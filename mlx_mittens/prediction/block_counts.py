@@ -1,4 +1,4 @@
-"""How often a launch executes each basic block of its machine code, from what the simulator counted.
+"""How often a launch executes each basic block of its machine code, by the simulator's counts.
 
 A block is executed as often as the blocks before it lead to it. Executions along the branches of the machine code are
 found so that this holds, and that loads, stores, barriers, SIMD-group operations and products of matrices are executed
@@ -32,7 +32,7 @@ _HELD = ("matrix_operations", "threadgroup_barriers")
 # One operation on a vector is an instruction for each element, so this count says less than the others.
 _SIMD, _SIMD_WEIGHT = "simd_operations", 0.03
 _COUNTS = (*_COUNTED, _SIMD)
-# Weights of what has to hold, beside what chooses between the executions with which it does.
+# Weights of constraints, beside the weights that choose between the executions that meet them.
 _FLOW, _HELD_COUNT, _COUNT, _ENTRY = 3e5, 1e5, 1e3, 10.0
 _ROUNDS = 6
 _PATIENCE = 5
@@ -83,7 +83,7 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
     blocks = np.array([path.blocks for path in paths]).T
     start = np.array([[float(path.source == _START) for path in paths]])
     entries = np.array([path.loops for path in paths]).T
-    # What each loop is entered from: the rounds of the loop around it, or the launch itself.
+    # Where each loop is entered: in the rounds of the loop around it, or in the launch itself.
     headers = {block.label: times for block, times in zip(code.blocks, blocks)}
     around = np.array(
         [headers[code.loops[loop.parent].header] if loop.parent is not None else start[0] for loop in code.loops]

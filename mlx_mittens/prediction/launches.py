@@ -1,4 +1,4 @@
-"""The predicted time of launches on Apple GPUs: what the simulator counts, in the machine code that Mesa makes.
+"""The predicted time of launches on Apple GPUs: the simulator's counts, in the machine code that Mesa makes.
 
 The machine code has the instructions of each basic block. The simulator counts loads, stores, SIMD-group operations and
 products of matrices. `block_counts` finds from both how often each block is executed.
@@ -62,7 +62,7 @@ class PredictedLaunch:
     """A launch, and its time on a chip.
 
     Attributes:
-        launch: What it did in the simulator.
+        launch: Its counts in the simulator.
         code: Its machine code; None where it does not compile.
         executions: How often each block of the machine code is executed; None where it does not compile.
         problem: Why it does not compile, in the compiler's words; else empty.
@@ -149,7 +149,7 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
     """Work that a launch executes.
 
     Args:
-        launch: What it did in the simulator.
+        launch: Its counts in the simulator.
         code: Its machine code, which is that of the M1 and M2.
         executed: How often each block is executed.
         chip: The chip. Where it has instructions for bfloat16, those that widen it are left out.
@@ -193,7 +193,7 @@ class EstimatedLaunch:
 
     Attributes:
         name: The operation, such as ``mx.fast.rms_norm`` or ``Add``.
-        work: What the launch does.
+        work: The work of the launch.
         chip: The chip.
 
     Example:
@@ -234,7 +234,7 @@ class PredictedLaunches(list[L]):
 
     Attributes:
         chip: The chip.
-        left_out: What is not in the list, with how often it was met: operations of mx that no launch is known for.
+        left_out: Operations of mx that no launch is known for, each with its number.
 
     Example:
         >>> with mm.simulator.enabled(), mm.simulator.predicted("m2-max") as launches:

@@ -1,4 +1,4 @@
-"""What mx computes in a block: the operations of the graphs that it evaluates, with their shapes.
+"""The operations of the graphs that mx evaluates in a block, with their shapes.
 
 On a CPU mx composes functions such as ``mx.fast.rms_norm`` of many operations, where Metal has one kernel. Their calls
 are noted, and each counts as one operation.

@@ -1,4 +1,4 @@
-"""The launches that MLX makes of an operation on Metal: its own kernels, or an estimate of what they move.
+"""The launches that MLX makes of an operation on Metal: its own kernels, or an estimate of the bytes that they move.
 
 MLX's kernels are run in the simulator on drawn inputs of the operation's shapes. What is no header in the wheel is
 estimated: each such operation is one launch, or as many as MLX makes of it.
@@ -59,7 +59,7 @@ class Estimate:
 
     Attributes:
         name: The operation.
-        work: What it does.
+        work: Its work.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Peer:
 
 
 def plan(operation: Operation, graph: Sequence[Operation]) -> Peer | tuple[Estimate, ...] | None:
-    """What MLX launches for an operation: nothing for a view of memory; None where it is not known.
+    """The launches of MLX for an operation: none for a view of memory; None where they are not known.
 
     Args:
         operation: It.
@@ -232,7 +232,7 @@ def _attention(operation: Operation, nbytes: float) -> tuple[Estimate, ...]:
 
 
 def _read(inputs: Sequence[Array], graph: Sequence[Operation]) -> float:
-    """Bytes that are read: of what is broadcast those there are."""
+    """Bytes that are read; a broadcast array counts once."""
     return sum(_bytes_there(a, graph) for a in inputs)
 
 
@@ -322,7 +322,7 @@ def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
 
 
 def _that_runs(x: Array) -> Array:
-    """Rows of a quantized product; on matrix units those of whole tiles, where the simulator would fault the last."""
+    """Rows of a quantized product; on matrix units of whole tiles, where the simulator would fault the last."""
     from ..peer import mlx_matrix_units
 
     rows = math.prod(x.shape[:-1])

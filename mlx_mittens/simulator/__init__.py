@@ -1,4 +1,4 @@
-"""Running Metal kernels on the CPU, in a simulator that watches them: the ops', and those of mx.fast.metal_kernel."""
+"""Running Metal kernels on the CPU, in a simulator that watches them: the ops' and users' by mx.fast.metal_kernel."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def replace(olds: list[Any], new_of: Callable[[Any], Any], keep: tuple[Any, ...]
 
     Args:
         olds: The old objects.
-        new_of: Makes the new object of an old one; what it holds is not looked at.
+        new_of: Makes the new object of an old one, whose content it does not read.
         keep: Holders that are left as they are.
     """
     arguments = tuple(olds)  # Python 3.14 finds the tuple of a call's arguments among the holders

@@ -33,7 +33,7 @@ MOST_THREADS = 1024  # of a threadgroup
 _mlx_metal_kernel = mx.fast.metal_kernel
 NO_METAL = "No Metal back-end"  # MLX's error of a kernel where there is no Metal
 
-# What MLX puts before every such kernel.
+# MLX puts this before every such kernel.
 _PRELUDE = '#include <metal_stdlib>\n#include "mlx/backend/metal/kernels/utils.h"\nusing namespace metal;\n'
 _FAST_MATH = 2  # as MLX numbers its math modes
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
@@ -95,7 +95,7 @@ class Kernel:
             grid: How many threads there are; the last threadgroups are cut short where it is not a multiple.
             threadgroup: Threads of a threadgroup, at most 1024 of them.
             template: Names and values of template arguments.
-            init_value: What the outputs hold before; without it every element of them is to be written.
+            init_value: The initial value of outputs; without one the kernel has to write every element.
             verbose: Whether to print the generated text.
             stream: Taken and ignored: the simulator runs on the CPU's default stream.
 
@@ -251,7 +251,7 @@ def metal_kernel(
         input_names: Names of the inputs in ``source``.
         output_names: Names of the outputs in ``source``.
         source: The body of the kernel.
-        header: What is to stand before the kernel.
+        header: Text before the kernel.
         ensure_row_contiguous: Whether inputs that are not row contiguous are copied first.
         atomic_outputs: Whether outputs are ``device atomic<T>*``.
         compile_options: As MLX's; the simulator's arithmetic is safe in every math mode.

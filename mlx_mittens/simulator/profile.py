@@ -46,7 +46,7 @@ class LineCounts:
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch of a kernel did.
+    """The counts of one launch of a kernel.
 
     Lines are of 128 bytes of device memory. Loads and stores are counted by simdgroup, merged: neighbouring accesses of
     a thread count once where a compiler makes one vector access of them, of at most four elements and 16 bytes. They

@@ -1,4 +1,4 @@
-"""The texts of users' kernels by what was compiled of them: kernels of one name may differ in their text."""
+"""The texts of users' kernels by their compiled libraries: kernels of one name may differ in their text."""
 
 from __future__ import annotations
 

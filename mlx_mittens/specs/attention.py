@@ -285,7 +285,7 @@ def composed(
     group_size: int,
     bits: int,
 ) -> mx.array:
-    """What mlx-lm does over packed keys and values, with sinks: two quantized products and a softmax."""
+    """mlx-lm's attention over packed keys and values, with sinks: two quantized products and a softmax."""
     batch, heads, queries, _ = q.shape
     key_heads, count = keys[0].shape[1:3]
     grouped = (batch, key_heads, heads // key_heads * queries, -1)

@@ -121,7 +121,7 @@ class QuantizedRopeAppendOp(RopeAppendOp):
         return [dequantized(w, s, b, options["group_size"], options["bits"]) for w, s, b in triples]
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-        """Numbers that are not quantized, of which the new ones may be off by a step of their group."""
+        """Numbers that are not quantized; the new ones may be off by a step of their group."""
         queries, *buffers = super().exact(case, arrays, cotangents)
         options = self.arguments(case)
         new = slice(options["offset"], options["offset"] + case.shape[3])

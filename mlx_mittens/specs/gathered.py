@@ -197,7 +197,7 @@ class MixtureOp(ModelOp):
         given = dict(zip((name for name, _ in self.parameters), arrays, strict=True))
         x = widen(given["x"])
         assert x is not None and given["logits"] is not None
-        # Experts are told apart by scores in the type of the logits, as those of route_top_k.
+        # Experts are told apart by scores in the type of the logits, as in route_top_k.
         route = {"k": options["k"], "scores": options["scores"], "renormalize": options.get("renormalize", False)}
         chosen, factors = (
             np.array(a.astype(mx.float32)) for a in mx_route(given["logits"], given["router_bias"], **route)
@@ -284,7 +284,7 @@ class RouterOp(Op):
         return dtype.size * tokens * experts + (dtype.size + 4) * tokens * self.arguments(case)["k"]
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-        # Experts are told apart by scores in the type of the logits: those of mx, whose last bit may decide.
+        # Experts are told apart by mx's scores in the type of the logits, whose last bit may decide.
         options = self.arguments(case)
         indices = np.array(mx_route(*arrays, **options)[0])
         logits = widen(arrays[0])

@@ -36,7 +36,7 @@ class Kind:
     scale: int = 0
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of so many weights."""
+        """Bytes of a number of weights."""
         return columns // self.weights * self.bytes
 
 

@@ -88,7 +88,7 @@ def exact_gated_delta_inputs(
     *,
     key_eps: float = 1e-6,
 ) -> list[Exact]:
-    """What the gated delta rule takes, by its definition, in float64: q, k, v, gates, rates, and the next state."""
+    """Inputs of the gated delta rule, by its definition, in float64: q, k, v, gates, rates, and the next state."""
     (batch, steps, key_heads, columns), (group, rows) = q.shape, v.shape[3:]
     heads, of_keys = key_heads * group, key_heads * columns
     mixed = np.concatenate([part.reshape(batch, steps, math.prod(part.shape[2:])) for part in (q, k, v)], -1)
@@ -156,7 +156,7 @@ def exact_ssm_inputs(
     *,
     inner: int,
 ) -> list[Exact]:
-    """What a state space takes, by its definition, in float64: x, B, C, and the next state."""
+    """Inputs of a state space, by its definition, in float64: x, B, C, and the next state."""
     c, past = _convolved(mixed, conv_state, conv_weight, conv_bias, mask, lengths)
     ends = [inner, (inner + mixed.shape[-1]) // 2]
     parts = (np.split(a, ends, axis=-1) for a in (c.value, c.magnitude) if a is not None)

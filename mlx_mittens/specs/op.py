@@ -115,7 +115,7 @@ class Op(abc.ABC):
         ours: The op.
         twin: mx's op, or the mx expression for it, called with the same arguments.
         twin_text: The twin in the README, as Markdown.
-        summary: What it computes, for the README.
+        summary: A description for the README.
         options: Keyword arguments of every call.
         units: Units in the last place of float32 that rounding alone explains.
         frozen: Parameters without gradients in cases of gradients: quantized weights, which are not trained.
@@ -240,7 +240,7 @@ def on_all_cores(function: Callable[[Any], Any], items: Iterable[Any]) -> list[A
 
 
 def add_outliers(rng: np.random.Generator, a: np.ndarray, times: float = 20.0) -> None:
-    """Makes one element in 512 so many times larger, in place."""
+    """Multiplies one element in 512, in place."""
     if a.size:
         a.reshape(-1)[rng.integers(0, a.size, max(1, a.size // 512))] *= np.float32(times)
 
@@ -307,7 +307,7 @@ def run(
     return call(function, arrays, op.arguments(case))
 
 
-# From so many elements on, work is cut into blocks of rows that fit the caches and shared among the cores.
+# From this number of elements on, work is cut into blocks of rows that fit the caches and shared among the cores.
 BLOCKWISE = 2**20
 _BLOCK = 2**18
 

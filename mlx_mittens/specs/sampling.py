@@ -147,7 +147,7 @@ def threefry(key: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[np
 
 
 def random_bits(key: np.ndarray, size: int) -> np.ndarray:
-    """The bits that mx.random draws for an array of so many elements."""
+    """The bits that mx.random draws for an array of this size."""
     half, ahead = size // 2, size - size // 2
     first = np.arange(ahead, dtype=np.uint32)
     second = first + np.uint32(ahead)

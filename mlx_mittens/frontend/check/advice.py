@@ -1,4 +1,4 @@
-"""What to write in place of what clang refuses, in sentences that end its own."""
+"""Advice: what to write instead, appended to clang's errors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _ADVICE: list[tuple[re.Pattern[str], str]] = [
 
 
 def metals_name(name: str) -> str | None:
-    """What Metal has for a name of CUDA, OpenCL, C or MLX."""
+    """Metal's counterpart of a name of CUDA, OpenCL, C or MLX."""
     if name in _NAMES:
         return _NAMES[name]
     if known := _C_FUNCTION.match(name):

@@ -1,4 +1,4 @@
-"""What only the code of functions shows: calls that come round again or by pointers, casts between address spaces,
+"""Mistakes that only the code of functions shows: recursion, calls by pointers, casts between address spaces,
 threadgroup memory that does not fit."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPACES = {"1": "device", "3": "threadgroup", "4": "constant"}
 
 
 def recursion(code: str, library: str) -> list[Problem]:
-    """Functions that call themselves when a kernel runs, without those of the folder `library`."""
+    """Functions outside the folder `library` that call themselves when a kernel runs."""
     functions, edges = _calls(code)
     files = _files(code, library)
     places = {n: (name, files[file], int(line)) for n, name, file, line in _SUBPROGRAM.findall(code) if file in files}
@@ -46,7 +46,7 @@ def recursion(code: str, library: str) -> list[Problem]:
 
 
 def casts(code: str, library: str) -> list[Problem]:
-    """Casts from one address space to another, without those of the folder `library`."""
+    """Casts from one address space to another, outside the folder `library`."""
     found = {}
     for cast in _CAST.finditer(code):
         source, target = (_SPACES.get(cast[k] or "", "thread") for k in (1, 2))
@@ -55,13 +55,13 @@ def casts(code: str, library: str) -> list[Problem]:
 
 
 def calls_by_pointer(code: str, library: str) -> list[Problem]:
-    """Calls of functions by pointers, without those of the folder `library`; template arguments are no pointers."""
+    """Calls of functions by pointers, outside the folder `library`; template arguments are no pointers."""
     what = "a function is called by a pointer, which Metal has not: write a template whose argument it is, or a switch"
     return _located(code, library, {call[1]: what for call in _BY_POINTER.finditer(code)})
 
 
 def vectors(code: str, library: str, eights: bool = False) -> list[Problem]:
-    """Vectors of more than four components, without those of the folder `library`.
+    """Vectors of more than four components, outside the folder `library`.
 
     Args:
         code: Clang's.
@@ -90,7 +90,7 @@ def _located(code: str, library: str, found: dict[str, str]) -> list[Problem]:
 
 
 def _files(code: str, library: str) -> dict[str, str]:
-    """The files of a text by their numbers, without those of the folder `library`, which may lie below clang's own."""
+    """The files of a text by their numbers, without the folder `library`, which may lie below clang's own."""
     files = _FILE.findall(code)
     return {n: name for n, name, folder in files if not os.path.join(folder, name).startswith(library)}
 
@@ -128,7 +128,7 @@ def _total(name: str, edges: dict[str, list[str]], own: dict[str, int], known: d
 
 
 def _reached(edges: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What kernels call, themselves or through others; what only clang calls, for a constant, is left out."""
+    """Functions that kernels call, directly or not; functions that only clang calls, for a constant, are left out."""
     reached: dict[str, list[str]] = {}
     waiting = [name for name in edges if _ENTRY.search(name)]
     while waiting:

@@ -54,7 +54,7 @@ class Compilation:
         self.eights = eights
         self.file, self.translation, self.strict, self.place = file, translation, strict, place
         self.lines = LineMap(text)
-        # Without line markers, clang's places are those of the text.
+        # Without line markers, clang's places are places of the text.
         blank = re.sub(r'^#(?:line)? \d+ "[^\n]*$', lambda m: " " * len(m[0]), translation.text, flags=re.M)
         self.base = compiled.index(translation.text)
         self.end = self.base + len(blank)
@@ -173,7 +173,7 @@ class Compilation:
                 problems.append(problem)
             elif head["kind"] != "warning":
                 elsewhere.append(problem or Problem(self.file, 1, advised(what), 1))
-        # What is said of the calls of kernels, and of our own functions, follows from what is wrong with them.
+        # Errors in calls of kernels, and in our own functions, follow from errors in the kernels.
         return problems or elsewhere
 
     def _from(self, head: re.Match[str], what: str) -> Problem | None:

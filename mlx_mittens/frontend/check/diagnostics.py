@@ -37,7 +37,7 @@ _FLOATS = re.compile(
 
 
 def conversion(warning: str) -> str | None:
-    """What Metal refuses of clang's implicit conversions between floating-point types; integers become a bfloat."""
+    """Metal's error for an implicit conversion between floating-point types; None if it has it, as from integers."""
     if not (types := _FLOATS.match(warning)):
         return None
     source, target = (re.search(r"__bf16|bfloat", types[name]) is not None for name in ("source", "target"))

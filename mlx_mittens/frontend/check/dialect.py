@@ -4,7 +4,7 @@ Four looks at a file; each finds mistakes that the others cannot:
 
 - words and declarations, its text after the preprocessor: words that Metal does not have, address spaces left out;
 - signatures, the arguments of its kernels;
-- diagnostics, clang's: errors, what is newer than C++14 (`if constexpr` and other extensions aside), and floats that
+- diagnostics, clang's: errors, features newer than C++14 (but for `if constexpr` and other extensions), floats that
   become bfloat without a cast;
 - code, clang's intermediate code of every function: recursion, casts between address spaces, calls by pointers,
   threadgroup memory that does not fit.
@@ -68,7 +68,7 @@ def check(file: str, options: Options = DEFAULTS) -> list[Problem]:
 def refused(file: str) -> list[Problem]:
     """What any Mac's compiler would refuse in a file, for a kernel that is about to run.
 
-    These are the errors of `check` without the doubtful ones, and without those of memory: only a launch knows how
+    These are the errors of `check` without the doubtful ones and without errors of memory: only a launch knows how
     much it asks for.
     """
     return [problem for problem in _known_problems(file, DEFAULTS, strict=False) if problem.severity == ERROR]

@@ -134,7 +134,7 @@ _Block = list[_Line | _Product]
 
 
 def _partners(block: _Block, first: _Product) -> Iterator[_Product]:
-    """The products that it can wait for: what it reads stays until there, and its results are not asked for."""
+    """The products that it can wait for: its operands keep until there, and nothing reads its results."""
     for other in block[block.index(first) + 1 :]:
         if isinstance(other, _Product):
             yield other

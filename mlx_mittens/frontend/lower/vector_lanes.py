@@ -74,7 +74,7 @@ class _Access:
 
 @dataclass
 class _Use:
-    """What an instruction reads of a loaded vector."""
+    """The components of a loaded vector that an instruction reads."""
 
     line: int
     lanes: set[int]

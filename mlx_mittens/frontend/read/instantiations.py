@@ -159,7 +159,7 @@ def only(text: str, kernel: str) -> str | None:
 
 
 def metal_text(file: str, kernel: str) -> tuple[str, str]:
-    """What Metal's compiler is given for a kernel, and the name of the kernel if it is the only one in the text.
+    """The text for Metal's compiler with a kernel, and the name of the kernel if it is the only one in the text.
 
     Registered sources, and files with instantiations that cannot be read, are given whole: then the name is empty.
     """

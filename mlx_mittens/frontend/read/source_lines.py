@@ -22,7 +22,7 @@ def with_lines(message: str, flat: str) -> str:
     """A message, and below it the text of each line that it names; of a loop without an end the line where it begins.
 
     Args:
-        message: What names places as (file:line), or behind a comma.
+        message: A text with places as (file:line), or behind a comma.
         flat: The text that was launched, with `#line` directives.
     """
     lines = _lines(flat)

@@ -59,7 +59,7 @@ def inexact_numbers(draft: Draft) -> None:
 
 
 def inexact_expressions(draft: Draft) -> None:
-    """Does the same for what clang computes of integers: `constant float x = 2 * n;`, `float(n)`."""
+    """Does the same for expressions of integers that clang computes: `constant float x = 2 * n;`, `float(n)`."""
     for i, token in draft.live():
         if token == "float":
             _inexact_expression(draft, i)
