@@ -1,5 +1,5 @@
-"""Generates many tokens with a model of random weights in a process of its own, as a user's does: what a length that is
-new costs counts too.
+"""Generates many tokens with a model of random weights in a process of its own, as a user's does: the time of each new
+length counts too.
 
 Usage: python3 generation.py MODEL mx|patched|converted [TOKENS]
 """

@@ -105,7 +105,7 @@ def digest(op: str, device: str) -> str:
 def recorded() -> dict[str, dict]:
     """The files of rows, each with its device and the digests of its ops.
 
-    Beside these `measured.json` lists the other files of the folder: dated records of what was tried, and pages that
+    Beside these `measured.json` lists the other files of the folder: dated records of trials, and pages that
     tests of their own compare.
     """
     return json.loads(DIGESTS.read_text())["tables"]

@@ -1,7 +1,7 @@
 """A wheel for macOS on Apple silicon, made and examined on any machine.
 
 python tools/macos_wheel.py FOLDER      cross-compiles it (macos_extension.py) for the newest release of mlx
-python tools/macos_wheel.py FOLDER --releases all    or for those that are named, or all that are known
+python tools/macos_wheel.py FOLDER --releases all    or for the ones that are named, or all that are known
 python tools/macos_wheel.py FILE.whl    examines a wheel, also one that a Mac has built
 
 The wheel is for the Python that runs this. It has no metallib: MLX compiles kernels at their first use. The package

@@ -66,7 +66,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment outside of which nothing is found.
+    """A virtual environment that finds nothing outside of it.
 
     Attributes:
         folder: The environment's.

@@ -3,7 +3,7 @@
 python bench/apple/chain.py           writes bench/results/apple-chain.md, and the table of docs/apple.md
 
 `errors.py` holds the model to works that were derived from the sources of kernels. Here the kernels of the installed
-MLX run in the simulator, on drawn inputs of the published shapes, and the works are what it counts in their machine
+MLX run in the simulator, on drawn inputs of the published shapes, and the works are its counts in their machine
 code. It takes some minutes on two cores.
 """
 

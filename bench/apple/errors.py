@@ -57,7 +57,7 @@ def known_limits(point: Point) -> set[str] | None:
     chip = find_chip(point.chip)
     computing = {"issue slots", "complex unit", "tensor units"}
     if "x8 axi" in point.shape:
-        return {"dispatch"}  # 2,097,152 threadgroups of 8 values each: what the rates of dispatch were found with
+        return {"dispatch"}  # 2,097,152 threadgroups of 8 values each: from it come the rates of dispatch
     if point.family == "launch":
         return {"launch"}
     seconds = point.kernel_us * 1e-6

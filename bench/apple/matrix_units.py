@@ -1,6 +1,6 @@
 """Writes bench/results/matrix-units.md: what the model says of products on matrix units, beside what was published.
 
-The work is that of MLX's kernel, as its source has it and the simulator counts it. There is no machine code of it: no
+The work is MLX's kernel's, as its source has it and the simulator counts it. There is no machine code of it: no
 compiler but Apple's makes any for an M5.
 """
 

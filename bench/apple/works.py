@@ -23,7 +23,7 @@ POINTS = Path(__file__).parent / "points.csv"
 # Every chip's system cache is at least as large.
 _SMALLEST_SYSTEM_CACHE = 8e6
 # mlx-benchmark computed Linear as a product and a sum until 2024-03-06, then as mx.addmm. Its tables of these versions
-# are older. Of the two tables of 0.5.0, that of the M1 Pro was measured again in the commit that made the change.
+# are older. Of the two tables of 0.5.0, the M1 Pro's was measured again in the commit that made the change.
 _PRODUCT_AND_SUM = {"?", "0.2.0"}
 _PRODUCT_AND_SUM_TABLES = {("m2-max", "0.5.0")}
 # MLX's gemv reads the vector without a detour from 0.15.1 on; no point is of 0.15.

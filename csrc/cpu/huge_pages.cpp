@@ -35,7 +35,7 @@ constexpr size_t least_bytes = size_t{256} << 10;
 // to the address, and a page that is large already costs nothing.
 constexpr uint32_t calls_before = 2, calls_of_round = 1024;
 
-// Making pages takes at most one part of so many of the time: where memory is scarce, or comes from a host, a page may
+// The inverse of the share of time that making pages may take: where memory is scarce, or comes from a host, a page may
 // cost milliseconds, and tokens wait for it.
 constexpr int64_t share = 20;
 

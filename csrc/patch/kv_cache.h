@@ -45,9 +45,9 @@ class LayerCache {
   int offset_;
 };
 
-// The attention of one token's queries over what the cache holds and the token itself; null where it has no room for
-// that, no kernel covers it, or mx is faster at it or at the steps before: norms of heads if there are any, the rotary
-// embedding and the append.
+// The attention of one token's queries over the cache and the token itself; null where it has no room for that, no
+// kernel covers it, or mx is faster at it or at the steps before: norms of heads if there are any, the rotary embedding
+// and the append.
 std::shared_ptr<mx::Primitive> attention_of_token(const LayerCache& cache, int query_heads, float scale, bool has_norms,
                                                   mx::Stream stream);
 

@@ -1,6 +1,6 @@
-// How well the lanes of a simdgroup share what the memory moves for them. An access of a simdgroup is the n-th time
-// that each of its lanes comes by one instruction since they met last: a lane that has not come by then does not take
-// part.
+// How well the lanes of a simdgroup share the lines that memory moves for them. An access of a simdgroup is the n-th
+// time that each of its lanes comes by one instruction since they met last: a lane that has not come by then does not
+// take part.
 #pragma once
 
 #include <cstdint>

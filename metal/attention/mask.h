@@ -104,8 +104,8 @@ inline KeyRange find_rows(
   return range;
 }
 
-// The maximum of a row; one of keys that all score -inf differs from that of no key. A key that an array's mask hides
-// by -inf does not count as seen.
+// The maximum of a row; keys that all score -inf give another one than no keys. A key that an array's mask hides by
+// -inf does not count as seen.
 inline float seen_maximum(float m, threadgroup const AttentionRow& row, constant AttentionParams& params) {
   return m == -INFINITY && params.mask_kind == no_mask && row.begin < row.end ? lowest_score : m;
 }

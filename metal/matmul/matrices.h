@@ -2,11 +2,11 @@
 // matmul/rows.h.
 //
 // A simdgroup has R blocks of 8 outputs of each of N sources. A matrix of weights is 8 outputs by 8 columns, one of
-// activations 8 columns by 8 rows of x. Both are floats: on Apple GPUs their products take as long as those of halves,
-// and weights need no sums of x beside them. Simdgroups of a threadgroup share out the columns.
+// activations 8 columns by 8 rows of x. Both are floats: on Apple GPUs their products take as long as halves', and
+// weights need no sums of x beside them. Simdgroups of a threadgroup share out the columns.
 //
-// Columns meet by pairs (mittens/tile.h), half a run apart: a lane that holds a row of the activations loads neighbours,
-// half a run of each of its two rows of x.
+// Columns meet by pairs (mittens/tile.h), half a run apart: a lane that holds a row of the activations loads
+// neighbours, half a run of each of its two rows of x.
 #pragma once
 
 #include "matmul/rows.h"

@@ -52,7 +52,7 @@ ONCE = (
     "mlx_internals",
     "plans",
 )
-# What the extension computes for these others have it compute: files and tables that are read, and kernels alone, whose
+# Other tests have the extension compute the same as these: files and tables that are read, and kernels alone, whose
 # machine code has no sanitizer. The fuzz in the simulator launches such kernels.
 LEFT_OUT = (
     "architecture",
@@ -124,7 +124,7 @@ def site_packages(prefix: Path) -> Path:
 def build(name: str) -> Path:
     """Installs the package, built with a sanitizer, into an environment of its own; returns that one's Python.
 
-    It finds all other packages in this one, but not the package itself: what a .pth file names is searched, and the
+    It finds all other packages in this one, but not the package itself: folders that a .pth file names are searched, and the
     .pth files there, of an editable install among them, are not read.
     """
     prefix = CACHE / name / "venv"

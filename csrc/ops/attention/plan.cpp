@@ -97,8 +97,8 @@ uint32_t first_key(const AttentionSizes& sizes, const AttentionOptions& options)
 // The order in which the keys of a row are summed up depends on this alone if the plan is exact.
 constexpr uint32_t exact_keys_per_split = 1024;
 
-// Whether a threadgroup's steps, each of which waits for memory, take longer by prediction than to read all keys and
-// values and add two shares up. Microseconds of an M1 (bench/results/attention.md).
+// Whether a threadgroup's steps, which each wait for memory, take longer by prediction than to read all keys and values
+// and add two shares up. Microseconds of an M1 (bench/results/attention.md).
 bool waits_for_memory(const AttentionSizes& sizes, uint32_t keys, uint32_t steps, uint32_t step, bool is_half,
                       const Gpu& gpu) {
   constexpr double us_of_step = 0.6, us_of_block = 0.6, us_of_second_kernel = 10;

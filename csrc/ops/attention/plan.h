@@ -36,7 +36,7 @@ Problem attention_problem(const char* op, const AttentionSizes& sizes, const Att
                           mx::Dtype dtype);
 
 // In decoding the simdgroups of a threadgroup share the keys of 8 rows of queries, and threadgroups may share them
-// further; in prompts each simdgroup has 8 rows of its own and all their keys. Kernels with a number, which is that of
+// further; in prompts each simdgroup has 8 rows of its own and all their keys. Kernels with a number, which counts
 // their rows, load ahead: attention/nvidia/attention_ahead.metal.
 enum class AttentionKernel { decode, prompt, decode8, decode16, prompt16 };
 

@@ -71,7 +71,7 @@ const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dty
 
 struct ColumnsPlan : Splits {
   uint32_t rows;  // of x that a threadgroup takes
-  uint32_t row_blocks;  // of so many rows
+  uint32_t row_blocks;  // of `rows`
   uint32_t lanes;  // of a simdgroup along the outputs
   uint32_t tiles;  // threadgroups along the outputs
   uint32_t threads;  // of a threadgroup
@@ -90,7 +90,7 @@ ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, cons
 // Threadgroups that have many rows of x and many outputs (metal/matmul/apple/qmm_tiles.h).
 struct TilesPlan {
   uint32_t rows;  // of x that a threadgroup takes
-  uint32_t row_blocks;  // of so many rows
+  uint32_t row_blocks;  // of `rows`
   uint32_t output_groups;
 };
 
@@ -156,7 +156,7 @@ QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const Produ
 // Simdgroups that have outputs of their own (metal/matmul/rows.h).
 struct RowsPlan {
   uint32_t rows;  // of x that a simdgroup takes
-  uint32_t row_blocks;  // of so many rows
+  uint32_t row_blocks;  // of `rows`
   uint32_t output_blocks;  // of the outputs that a simdgroup has
   uint32_t blocks;  // that a threadgroup has
   uint32_t sharers;  // simdgroups that share the columns of a block

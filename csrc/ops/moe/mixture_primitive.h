@@ -65,7 +65,7 @@ struct MixtureParts {
 // SummedProduct names them.
 mx::array mixture_by_kernels(const MixtureParts& parts, Arrays inputs, mx::Stream stream);
 
-// The same by an op for each part, of those that have kernels, and by mx.
+// The same by an op of its own for each part, or by mx.
 mx::array mixture_of_parts(const MixtureParts& parts, const Arrays& inputs, mx::Stream stream);
 
 }  // namespace mittens

@@ -51,7 +51,7 @@ inline ProductSizes sizes_of(const QuantizedParams& params) {
 // experts and their sum were measured, and stay.
 bool chooses_in_experts(mx::Stream stream);
 
-// How native products with so many rows of results sum, for a call that was made for these numerics.
+// How native products sum, by their rows of results, in a call with these numerics.
 cpu::ProductMode native_mode(const Numerics& numerics, size_t rows);
 
 // Whether pairs of the same expert are one product.

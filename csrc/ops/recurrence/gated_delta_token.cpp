@@ -308,7 +308,7 @@ bool is_sigmoid(const std::string& gate) {
   return gate == "sigmoid";
 }
 
-// Splits channels into those of q, k and v.
+// Splits channels into q's, k's and v's.
 Arrays split_channels(const mx::array& all, int of_keys, int axis, mx::Stream stream) {
   return mx::split(all, mx::Shape{of_keys, 2 * of_keys}, axis, stream);
 }

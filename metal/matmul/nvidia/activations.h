@@ -24,9 +24,9 @@ struct ActivationPacks {
   uint4 at[M][V / pack_size<T>()];
 };
 
-// A simdgroup's packs on their way from the lanes that loaded them to those that own their columns, two of each owner
-// at a time: more would take threadgroup memory from other simdgroups. A place is left out after every 8, so that
-// neither side meets a bank more often than it must.
+// A simdgroup's packs on their way from the lanes that loaded them to the owners of their columns, two of each owner at
+// a time: more would take threadgroup memory from other simdgroups. A place is left out after every 8, so that neither
+// side meets a bank more often than it must.
 constant constexpr int exchanged_packs = 64;
 constant constexpr int exchange_size = exchanged_packs + exchanged_packs / 8;
 

@@ -9,8 +9,8 @@
 //   scale * ((q - zero) * x) + (bias + scale * zero) * (1 * x)
 //
 // Columns meet by pairs, 4 apart (mittens/tile.h). The simdgroups of a threadgroup share out the columns, U runs at a
-// time, all of which are on their way before anything is multiplied; each of the four lanes that share a row of weights
-// loads scale and bias of one run.
+// time, and load them all before they multiply; each of the four lanes that share a row of weights loads scale and bias
+// of one run.
 #include <metal_stdlib>
 
 #include "matmul/nvidia/affine_weights.h"

@@ -6,7 +6,7 @@
 // has x's elements of these columns, and its own columns keep sums apart. Column 2 b + h is of half h of 128 columns,
 // which has one scale: x's elements of the other half are zeros there. And b says which 128 of 512 columns its elements
 // are of. The products of all 512 columns with it are summed up, each 128 in sums of their own; a lane wants the sum
-// whose b is that of its own columns.
+// whose b is its own columns'.
 //
 // So a lane loads 16 bytes of weights at a time, and scales and biases of two groups for 512 columns. Each multiplied
 // part is replaced by the next load, so that memory always has loads in flight.

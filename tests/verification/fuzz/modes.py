@@ -249,13 +249,13 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
     if not first_difference(results, exact, twins, plain):
         return None
 
-    # Some gradients are what is left where large terms cancel. How much of it rounding decides is seen by what it does
-    # to the inputs, and by the worst of mx's gradients: all of a call come from the same inner numbers. Where terms
-    # cancel whatever the inputs are, as those of a norm of one column, moves do not show it, and mx's gradients may be
-    # 0 by luck: so mx's are taken at all moved inputs too, in float32, in which all ops compute. Twice mx's absolute
-    # error there is allowed as well, since a relative error says nothing where the exact gradient is 0: as that of a
-    # mask of one column, which moves all scores of a row alike. A case may know what rounding does. What
-    # is made of numbers below the smallest normal one, as of weights of a softmax, has few bits.
+    # Some gradients are small differences of large terms. Inputs moved by rounding show how much of them rounding
+    # decides, and so does the worst of mx's gradients: all of a call come from the same inner numbers. Where terms
+    # cancel for all inputs, as in a norm of one column, moves do not show it, and mx's gradients may be 0 by luck: so
+    # mx's are taken at all moved inputs too, in float32, in which all ops compute. Twice mx's absolute error there is
+    # allowed as well, since a relative error says nothing where the exact gradient is 0, as for a mask of one column,
+    # which moves all scores of a row alike. A case may know its rounding errors. Results of subnormal numbers, such as
+    # weights of a softmax, have few bits.
     inputs = (primals, cotangents, directions)
     at_moves = [[[_moved(a, draw) for a in arrays] for arrays in inputs] for _ in range(MOVES)]
     moved = [exact_at(*arrays) for arrays in at_moves]

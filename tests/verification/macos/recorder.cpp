@@ -31,7 +31,7 @@ struct Recording {
 
 thread_local Recording* recording = nullptr;
 
-// What the GPU's compiler makes of kernels, as a test says it: by name, most threads and bytes of threadgroup memory.
+// The GPU's compiler, as a test plays it: by a kernel's name, most threads and bytes of threadgroup memory.
 std::map<std::string, std::pair<size_t, size_t>>& compiled() {
   static std::map<std::string, std::pair<size_t, size_t>> kernels;
   return kernels;
@@ -50,7 +50,7 @@ void keep(const mlx::core::array& array, int index, int64_t offset, Buffer::Role
   }
 }
 
-// What MLX's Metal device was asked for that it has to compile, by the name of the library; and how long it takes.
+// The libraries that MLX's Metal device was asked to compile, by name; and how long that takes.
 std::vector<std::string>& libraries() {
   static std::vector<std::string> names;
   return names;
@@ -135,7 +135,7 @@ void CommandEncoder::set_output_array(array& output, int index, int64_t offset) 
   keep(output, index, offset, Buffer::output);
 }
 
-// An input that is an output too: what is in it stays where nothing is written.
+// An input that is an output too: its contents stay where nothing is written.
 void CommandEncoder::register_output_array(const array& output) {
   for (auto& [index, buffer] : recording->arrays) {
     if (buffer.data == output.data<char>()) {
@@ -214,13 +214,13 @@ extern "C" __attribute__((visibility("default"))) bool mittens_has_matrix_units(
   return mittens::metal::has_matrix_units();
 }
 
-// Says what the GPU's compiler makes of a kernel; without threads it refuses it.
+// Sets the compiler's answer for a kernel; without threads it refuses it.
 extern "C" __attribute__((visibility("default"))) void mittens_compile(const char* kernel, size_t threads,
                                                                        size_t memory) {
   compiled()[kernel] = {threads, memory};
 }
 
-// What the macOS code says of every pipeline of a file: a line each, "kernel threads memory width" or "kernel: error".
+// The macOS code's answer for every pipeline of a file: a line each, "kernel threads memory width" or "kernel: error".
 extern "C" __attribute__((visibility("default"))) const char* mittens_pipelines(const char* file) {
   static std::string text;
   text.clear();
