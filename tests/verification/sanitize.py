@@ -124,8 +124,8 @@ def site_packages(prefix: Path) -> Path:
 def build(name: str) -> Path:
     """Installs the package, built with a sanitizer, into an environment of its own; returns that one's Python.
 
-    It finds all other packages in this one, but not the package itself: folders that a .pth file names are searched, and the
-    .pth files there, of an editable install among them, are not read.
+    It finds all other packages in this one, but not the package itself: folders that a .pth file names are searched,
+    and the .pth files there, of an editable install among them, are not read.
     """
     prefix = CACHE / name / "venv"
     python = prefix / "bin" / "python"
