@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import zlib
+from collections import Counter
 from dataclasses import replace
 
 # The tables' plans are tested, not what someone has measured on this machine. It is read when the package is imported.
@@ -54,6 +55,19 @@ def pytest_collection_modifyitems(config, items):
         from helpers import scheduling
 
         scheduling.sort(items)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Names the ten files that take longest."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration") and hasattr(report, "nodeid"):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.write_sep("=", "slowest 10 files")
+        for name, duration in seconds.most_common(10):
+            terminalreporter.write_line(f"{duration:.0f}s {name}")
 
 
 def pytest_report_header(config):
