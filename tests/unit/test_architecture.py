@@ -182,6 +182,15 @@ def test_the_documentation_has_every_folder_and_module_of_the_package():
     assert {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows} == expected
 
 
+def test_a_token_of_llama_names_each_file_once():
+    page = (ROOT / "docs" / "fusions.md").read_text()
+    section = page.partition("## A token of Llama\n")[2].partition("\nA block has")[0]
+    named = re.findall(r"`((?:csrc|metal|mlx_mittens)/[\w/.]+)`", section)
+    assert len(named) > 15
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    assert sorted(set(named)) == sorted(named)
+
+
 # A function of C++: its name, up to the brace that opens its body.
 FUNCTION = re.compile(r"(\w+)\s*\((?:[^()]|\([^()]*\))*\)\s*(?:(?:const|override|noexcept)\s*)*(?:->\s*[\w:<>]+\s*)?\{")
 STATEMENTS = {"if", "for", "while", "switch", "catch"}
