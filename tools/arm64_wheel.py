@@ -40,7 +40,7 @@ _TESTS = (ROOT / "tests" / "unit" / "test_ops.py", "-k", "test_values_and_gradie
 _PRODUCTS = tuple(
     ROOT / "tests" / "unit" / "matmul" / f"test_{name}.py" for name in ("integer_products", "unpacked_integers")
 )
-_SETS = ("neon", "dotprod")
+_SETS = ("neon", "dotprod", "i8mm")
 
 
 class Failed(Exception):

@@ -103,8 +103,15 @@ class Compiler:
         # The longest come first. The others are short: each folder is compiled as one.
         sources = sorted((_CSRC / "cpu" / "isa").rglob("*.cpp"))
         integers = [path for path in sources if path.name.startswith("integer_")]
-        sets = {"neon": sources, "dotprod": integers}  # the processor that Zig means by macOS has what both need
-        items = [(name, path, [f"-DMITTENS_ISA={name}"]) for name, paths in sets.items() for path in paths]
+        panels = [path for path in integers if path.name.startswith("integer_panel_")]
+        sets = {"neon": sources, "dotprod": integers, "i8mm": panels}
+        # The processor that Zig means by macOS has what the first two need.
+        options = {"i8mm": ["-Xclang", "-target-feature", "-Xclang", "+i8mm"]}
+        items = [
+            (name, path, [f"-DMITTENS_ISA={name}", *options.get(name, [])])
+            for name, paths in sets.items()
+            for path in paths
+        ]
         shared = ["-fvisibility=default"]
         items += [("core", _together(_CSRC / name, folder), shared) for name in ("cpu", "simulator")]
         return self._compiled(items, folder)

@@ -21,14 +21,31 @@ struct Isa {
 };
 
 #if defined(__aarch64__)
+#if defined(__APPLE__)
+bool has(const char* feature) {
+  int has = 0;
+  size_t size = sizeof(has);
+  return sysctlbyname(feature, &has, &size, nullptr, 0) == 0 && has != 0;
+}
+#endif
+
 // Whether there are dot products of bytes (FEAT_DotProd).
 bool has_dot_products() {
 #if defined(__APPLE__)
-  int has = 0;
-  size_t size = sizeof(has);
-  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+  return has("hw.optional.arm.FEAT_DotProd");
 #elif defined(__linux__)
   return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
+
+// Whether there are products of matrices of bytes (FEAT_I8MM).
+bool has_byte_matrices() {
+#if defined(__APPLE__)
+  return has("hw.optional.arm.FEAT_I8MM");
+#elif defined(__linux__)
+  return (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
 #else
   return false;
 #endif
@@ -47,7 +64,8 @@ const std::vector<Isa>& isas() {
   static const std::vector<Isa> all = {
       {"baseline", true}, {"avx2", avx2}, {"avxvnni", avxvnni}, {"avx512", avx512}, {"avx512vnni", avx512vnni}};
 #elif defined(__aarch64__)
-  static const std::vector<Isa> all = {{"neon", true}, {"dotprod", has_dot_products()}};
+  static const std::vector<Isa> all = {
+      {"neon", true}, {"dotprod", has_dot_products()}, {"i8mm", has_dot_products() && has_byte_matrices()}};
 #else
   static const std::vector<Isa> all = {{"baseline", true}};
 #endif

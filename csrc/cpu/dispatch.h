@@ -19,8 +19,8 @@ int isa_index();
 }  // namespace mittens::cpu
 
 // MITTENS_VERSIONS(op), in namespace mittens::cpu, declares an op's function for each instruction set and lists
-// them as op_versions. MITTENS_INTEGER_VERSIONS(op) is for integer products, for which there are more sets: other ops
-// have the set before in their place.
+// them as op_versions. MITTENS_INTEGER_VERSIONS(op) is for integer products, and MITTENS_PANEL_VERSIONS(op) for those
+// of panels, for which there are more sets: other ops have the set before in their place.
 #define MITTENS_VERSION(set, op) \
   namespace set {                \
   decltype(cpu::op) op;          \
@@ -39,17 +39,24 @@ int isa_index();
   MITTENS_VERSION(avx512vnni, op)                                                                         \
   static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avxvnni::op, avx512::op, \
                                                          avx512vnni::op};
+#define MITTENS_PANEL_VERSIONS MITTENS_INTEGER_VERSIONS
 #elif defined(__aarch64__)
 #define MITTENS_VERSIONS(op) \
   MITTENS_VERSION(neon, op)  \
-  static constexpr decltype(&cpu::op) op##_versions[] = {neon::op, neon::op};
+  static constexpr decltype(&cpu::op) op##_versions[] = {neon::op, neon::op, neon::op};
 #define MITTENS_INTEGER_VERSIONS(op) \
   MITTENS_VERSION(neon, op)          \
   MITTENS_VERSION(dotprod, op)       \
-  static constexpr decltype(&cpu::op) op##_versions[] = {neon::op, dotprod::op};
+  static constexpr decltype(&cpu::op) op##_versions[] = {neon::op, dotprod::op, dotprod::op};
+#define MITTENS_PANEL_VERSIONS(op) \
+  MITTENS_VERSION(neon, op)        \
+  MITTENS_VERSION(dotprod, op)     \
+  MITTENS_VERSION(i8mm, op)        \
+  static constexpr decltype(&cpu::op) op##_versions[] = {neon::op, dotprod::op, i8mm::op};
 #else
 #define MITTENS_VERSIONS(op)    \
   MITTENS_VERSION(baseline, op) \
   static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op};
 #define MITTENS_INTEGER_VERSIONS MITTENS_VERSIONS
+#define MITTENS_PANEL_VERSIONS MITTENS_VERSIONS
 #endif

@@ -15,7 +15,7 @@ MITTENS_VERSIONS(quantized_swiglu)
 MITTENS_VERSIONS(block_matmul)
 MITTENS_VERSIONS(packed_rows)
 MITTENS_INTEGER_VERSIONS(integer_matmul)
-MITTENS_INTEGER_VERSIONS(integer_panel_matmul)
+MITTENS_PANEL_VERSIONS(integer_panel_matmul)
 
 namespace {
 

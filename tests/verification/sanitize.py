@@ -166,7 +166,7 @@ def environment(name: str) -> dict[str, str]:
     }
 
 
-INSTRUCTION_SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "baseline", "dotprod", "neon")
+INSTRUCTION_SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "baseline", "i8mm", "dotprod", "neon")
 
 
 def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:

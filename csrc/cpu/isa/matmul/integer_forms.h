@@ -7,6 +7,8 @@
 //   exists<bits>             whether this instruction set multiplies them by weights of some bits
 //   weights<k, Source>(raw)  the weights of word k, plus middle<Source>
 //   Sum add(Sum, w, x)       the sum, with the products of each lane; x has the parts
+//   pairs                    whether panels multiply two words of two rows of x by two words of two outputs, with
+//                            add_pairs as add: a sum has the products of the first row, then those of the second
 //   longest                  additions until a sum is widened
 //   Int widened(sum)         in int32
 //   stands_for(row)          whether the integers may stand for a row of x
@@ -82,8 +84,15 @@ MITTENS_INLINE Int add_dot_products(Int sum, UInt w, UInt x) {
 }
 #endif
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool byte_pairs = true;
+#else
+constexpr bool byte_pairs = false;
+#endif
+
 struct Int8 {
   static constexpr int bits = 8, parts = 1;
+  static constexpr bool pairs = byte_pairs;
   static constexpr float largest = 127;
 
   template <int>
@@ -115,6 +124,11 @@ struct Int8 {
   static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
     return add_dot_products(sum, w, x[0]);
   }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  static MITTENS_INLINE Sum add_pairs(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return (Int)vmmlaq_s32((int32x4_t)sum, (int8x16_t)x[0], (int8x16_t)w);
+  }
+#endif
   static MITTENS_INLINE Int widened(Sum sum) {
     return sum;
   }
@@ -151,6 +165,7 @@ struct Int8 {
 // need fewer shifts.
 struct TwoBytes : SixteenBits {
   static constexpr int bits = Int8::bits, parts = 2;
+  static constexpr bool pairs = byte_pairs;
   static constexpr float largest = 127 * 256 + 127;
   static constexpr size_t longest = 4;
 
@@ -174,6 +189,11 @@ struct TwoBytes : SixteenBits {
   static MITTENS_INLINE Sum add(Sum sum, UInt w, const UInt (&x)[parts]) {
     return {Int8::add(sum.low, w, {x[0]}), Int8::add(sum.high, w, {x[1]})};
   }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  static MITTENS_INLINE Sum add_pairs(Sum sum, UInt w, const UInt (&x)[parts]) {
+    return {Int8::add_pairs(sum.low, w, {x[0]}), Int8::add_pairs(sum.high, w, {x[1]})};
+  }
+#endif
   static MITTENS_INLINE Int widened(Sum sum) {
     return Int8::widened(sum.low) + (Int8::widened(sum.high) << 8);
   }
@@ -187,6 +207,7 @@ using Int16 = TwoBytes;
 #else
 struct Int16 : SixteenBits {
   static constexpr int bits = 16, parts = 1;
+  static constexpr bool pairs = false;
   static constexpr float largest = 32767;
   static constexpr size_t longest = 64;  // groups have no more
 

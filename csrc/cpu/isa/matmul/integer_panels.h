@@ -131,12 +131,12 @@ class IntegerPanels {
 
  private:
   static constexpr int vectors = lanes / width;
-  static constexpr int most_rows = (many_registers ? 6 : 4) / Form::parts;
+  static constexpr int most_rows = (many_registers && !Form::pairs ? 6 : 4) / Form::parts;
   static constexpr size_t chunk = panel_words * X::in_word;
   static constexpr size_t most_groups = chunk / 16;
 
-  // Words [word][output] of some rows of weights, and [group][output] of their scales and offsets. Behind the last
-  // output it repeats.
+  // Words [word][output] of some rows of weights, with pairs [pair of words][output][2], and [group][output] of their
+  // scales and offsets. Behind the last output it repeats.
   void unpack(size_t n, size_t size, size_t begin, size_t columns, float* words, float* scales, float* offsets,
               float* memory) const {
     typedef uint32_t Four __attribute__((vector_size(16)));
@@ -165,7 +165,14 @@ class IntegerPanels {
         for (size_t j = 0; j < 4; ++j) {
           repeat<X::of_word>([&](auto k) MITTENS_INLINED {
             const Four weights = Form::template weights<k.value, Source>(turned[j]);
-            __builtin_memcpy(words + ((w + j) * X::of_word + k.value) * lanes + i, &weights, 16);
+            const size_t word = (w + j) * X::of_word + k.value;
+            if constexpr (Form::pairs) {
+              for (size_t l = 0; l < 4; ++l) {
+                __builtin_memcpy(words + word / 2 * 2 * lanes + (i + l) * 2 + word % 2, &weights[l], 4);
+              }
+            } else {
+              __builtin_memcpy(words + word * lanes + i, &weights, 16);
+            }
           });
         }
       }
@@ -184,7 +191,21 @@ class IntegerPanels {
         __builtin_memcpy(&start, of_groups + m.value * x_stride + 2, 4);
         repeat<vectors>([&](auto v) MITTENS_INLINED { products[m.value][v.value] = Int{} + start; });
       });
-      if constexpr (__is_same(typename Form::Sum, Int)) {
+      if constexpr (Form::pairs) {
+        typename Form::Sum pairs[ceil_divide(rows, 2)][2 * vectors] = {};
+        for (size_t i = 0; i < of_group; i += 2, x += 2 * X::parts, words += 2 * lanes) {
+          add_pair_of_words<rows>(x, x_stride, words, pairs);
+        }
+        repeat<rows>([&](auto m) MITTENS_INLINED {
+          repeat<vectors>([&](auto v) MITTENS_INLINED {
+            const Int a = Form::widened(pairs[m.value / 2][2 * v.value]);
+            const Int b = Form::widened(pairs[m.value / 2][2 * v.value + 1]);
+            constexpr int first = m.value % 2 * 2;
+            products[m.value][v.value] =
+                products[m.value][v.value] + __builtin_shufflevector(a, b, first, first + 1, first + 4, first + 5);
+          });
+        });
+      } else if constexpr (__is_same(typename Form::Sum, Int)) {
         for (size_t i = 0; i < of_group; ++i, x += X::parts, words += lanes) {
           add_word<rows>(x, x_stride, words, products);
         }
@@ -226,6 +247,33 @@ class IntegerPanels {
       repeat<X::parts>([&](auto p) MITTENS_INLINED { activations[p.value] = UInt{} + word[p.value]; });
       repeat<vectors>([&](auto v) MITTENS_INLINED {
         sums[m.value][v.value] = Form::add(sums[m.value][v.value], weights[v.value], activations);
+      });
+    });
+  }
+
+  // The second row of the last pair is the first again where there is none.
+  template <int rows, typename Sums>
+  static MITTENS_INLINE void add_pair_of_words(const float* x, size_t x_stride, const float* words, Sums& sums) {
+    UInt activations[ceil_divide(rows, 2)][X::parts];
+    repeat<ceil_divide(rows, 2)>([&](auto pair) MITTENS_INLINED {
+      constexpr int first = pair.value * 2, second = first + 1 < rows ? first + 1 : first;
+      const float *a = x + first * x_stride, *b = x + second * x_stride;
+      if constexpr (X::parts == 1) {
+        typedef uint64_t Two __attribute__((vector_size(16)));
+        Two words_of;
+        __builtin_memcpy(&words_of, a, 8);
+        __builtin_memcpy(reinterpret_cast<char*>(&words_of) + 8, b, 8);
+        activations[pair.value][0] = (UInt)words_of;
+      } else {
+        const UInt of_a = read<UInt>(a, All()), of_b = read<UInt>(b, All());
+        activations[pair.value][0] = __builtin_shufflevector(of_a, of_b, 0, 2, 4, 6);
+        activations[pair.value][1] = __builtin_shufflevector(of_a, of_b, 1, 3, 5, 7);
+      }
+    });
+    repeat<2 * vectors>([&](auto v) MITTENS_INLINED {
+      const UInt weights = read<UInt>(words + v.value * width, All());
+      repeat<ceil_divide(rows, 2)>([&](auto pair) MITTENS_INLINED {
+        sums[pair.value][v.value] = Form::add_pairs(sums[pair.value][v.value], weights, activations[pair.value]);
       });
     });
   }
