@@ -11,7 +11,7 @@ from . import _ext, frontend
 
 
 def executors() -> dict[str, str]:
-    """The ways kernels can run here: name to ``"ready"``, or to what is missing.
+    """The ways kernels can run here: name to ``"ready"``, or to the reason why not.
 
     Example:
         >>> sorted(mm.executors())

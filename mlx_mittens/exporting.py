@@ -1,7 +1,8 @@
 """Marks the functions that MLX exports: it saves primitives of its own only, so the patch and our modules step aside.
 
 MLX does not tell a trace for export from one for ``mx.compile``. So ``mx.export_function`` and ``mx.exporter`` are
-replaced while the patch or a module needs to know; what they are given to trace then says so to this thread's ops.
+replaced while the patch or a module needs to know; functions given to
+them then tell this thread's ops so.
 """
 
 from __future__ import annotations

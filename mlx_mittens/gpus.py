@@ -130,7 +130,7 @@ def of_mac(device_name: str, architecture: str, cores: int | None) -> Gpu:
         cores: As the system lists them, where it does.
 
     Returns:
-        Gpu: That of the known chip, or for a chip that is newer than this package one with what its architecture says.
+        Gpu: The known chip's, or for a chip newer than this package one by its architecture.
     """
     of_this_name = [chip for chip in chips().values() if chip.title.split(" (")[0] == device_name]
     if of_this_name:

@@ -61,7 +61,7 @@ _SAY_SECONDS = 10.0
 
 
 class BuildError(RuntimeError):
-    """The compiler cannot be built here: what is missing, or what failed."""
+    """The compiler cannot be built here; the message says what is missing or failed."""
 
 
 def _cached() -> Path:
@@ -179,7 +179,7 @@ def _call(
     folder: Path | None = None,
     each_line: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Runs a step, in a folder; returns what it prints, of which ``each_line`` is told while it runs.
+    """Runs a step, in a folder; returns its output, and hands each line to ``each_line`` while it runs.
 
     Raises:
         BuildError: It fails; the message ends in the last lines that it printed.

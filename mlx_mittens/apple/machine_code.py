@@ -2,7 +2,7 @@
 
 A kernel goes through the front end's clang to SPIR-V, and through Mesa's `asahi_clc` to the machine code of the M1 and
 M2 (G13, G14). Apple's own compiler makes other code of it. What both agree on, about, is how many registers a kernel
-needs and what it spends its instructions on; comparisons are of kernels that went through the same compiler.
+needs and its instructions by kind; comparisons are of kernels that went through the same compiler.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class MachineCode:
             index chooses from.
         fills: Instructions that read it.
         scratch_bytes: How much of its own memory a thread takes, at most: Mesa may count an array more than once.
-        threadgroup_bytes: Threadgroup memory of a threadgroup; what a host adds to it is taken as 32 KB.
+        threadgroup_bytes: Threadgroup memory of a threadgroup; memory that a host adds is taken as 32 KB.
         uniform_registers: 16-bit registers that all threads share.
         threads: Threads of the threadgroup that it was compiled for.
         code_bytes: Length of the code; the instruction cache of a core has 12 KB.

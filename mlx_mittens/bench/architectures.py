@@ -229,7 +229,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Drawing billions of numbers on a CPU would take longer than what is measured. A prime, so that no two rows are alike.
+# Drawing billions of numbers on a CPU would take longer than the measurement. A prime, so that no two rows are alike.
 _DRAWN = 1_000_003
 
 # The scale of random weights in formats whose scales are bytes: 1/128 and 2**-15 as exponents, 0.5 as an fp8 number.

@@ -33,8 +33,8 @@ _SLOW = 0.1
 # Turns after which the times may be clear.
 _FEWEST_CLEAR = 3
 
-# On a CPU a copy takes turns with cases that move so many bytes, since on a shared machine its bandwidth changes by the
-# second.
+# On a CPU a copy takes turns with cases that move this many bytes, since its bandwidth on a shared machine changes by
+# the second.
 _COPIED_BYTES = 4 << 20
 
 # A spread that leaves a time without meaning: the call is shorter than the links of its chain, which are taken off.
@@ -61,7 +61,7 @@ class Row:
     mx_error: float
     peer_ms: float | None = None  # of MLX's own Metal kernel, where it was asked for and there is one
     copy_gb_s: float | None = None  # of a copy in turns with them: on a CPU, for large cases
-    mittens_host_ms: float | None = None  # what a call takes the host: on a GPU, where it is no part of the
+    mittens_host_ms: float | None = None  # the host's time for a call: on a GPU, where it is no part of the
     mx_host_ms: float | None = None  # other times
     spread: float = 0.0  # half the interquartile range of the times, relative
     calibrated: bool = False  # whether a calibration of this machine knew the call

@@ -29,7 +29,7 @@ GROUP_SIZE = 64
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of a phase: the most that MLX held, what it held at the end, the most that was resident, and at the end.
+    """Bytes of a phase: MLX's peak, MLX's at the end, the resident peak, and resident at the end.
 
     The most that was resident is that since the process began where the system is not Linux.
     """

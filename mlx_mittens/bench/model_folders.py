@@ -168,7 +168,7 @@ def load(name: str) -> LoadedModel:
     try:
         loaded: Any = load_by_mlx_lm(str(folder) if folder.is_dir() else name, return_config=True)
         model, tokenizer, config = loaded
-    except Exception as error:  # of any kind: what is wrong with the files decides where it fails
+    except Exception as error:  # of any kind: it depends on the fault of the files
         raise ModelError(
             f"mlx-lm {version} cannot load {name}: {type(error).__name__}: {_first_line(error)}"
         ) from error

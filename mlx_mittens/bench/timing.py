@@ -24,7 +24,7 @@ _CPU_CACHES = 4
 _GPU_SETS = 16384
 _CPU_SETS = 4096
 
-# The same, of a short rotation: inputs of which so many copies fit into the caches stay there.
+# The same, of a short rotation: inputs stay in the caches if this many copies fit.
 _SHORT_GPU_BYTES = 128 << 20
 _SHORT_CPU_BYTES = (32 << 20, 256 << 20)
 _SHORT_CPU_CACHES = 2
@@ -184,7 +184,7 @@ class _QueuedSampler(Sampler):
             state = results.pop(self._updated.get(self._link, 0))
             if results:  # no call of ours or mx's leaves out what the next one does not need
                 state = mx.depends(state, results)
-            del arguments, results  # what is referred to is not updated in place
+            del arguments, results  # arrays with other references are not updated in place
         return state
 
     def _links(self, count: int, result: mx.array, gate: mx.array) -> mx.array:

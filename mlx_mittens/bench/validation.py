@@ -88,7 +88,7 @@ class Validation:
         difference: The largest difference between our logits and mx's along mx's tokens.
         error: The largest difference between our logits and float32's.
         mx_error: That between mx's logits and float32's.
-        typical_error: The median, over the tokens, of the root mean square of what our logits are off by.
+        typical_error: The median, over the tokens, of the root mean square of our logits' errors.
         typical_mx_error: That of mx's.
         allowed_error: What ``typical_error`` may be.
         stats: Which kernels ran, and which calls went to mx.
@@ -239,7 +239,7 @@ def validate(
         prompt (Sequence[int]): Tokens, one at least.
         count (int): Tokens to generate.
         convert (bool): Whether ours is the model after ``nn.convert``, instead of the model under the patch.
-        seconds (float): After about so long mx's run ends; what it generated until then is compared.
+        seconds (float): Time after which mx's run ends; its tokens until then are compared.
         say (Callable): Is told which run begins, how far a long one is and how long the rest takes.
         activations (str, optional): As of ``patch()``, for ours; not with ``convert``.
 

@@ -1,4 +1,4 @@
-"""What was measured on this machine: for a call, the plan that won, or that mx did.
+"""Measurements of this machine: for a call, the plan that won, or that mx did.
 
 The package reads the file when it is imported, so this module and `store` import nothing that takes time.
 """

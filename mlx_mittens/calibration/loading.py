@@ -17,7 +17,7 @@ loaded: dict[str, Path] = {}
 
 
 def _candidates() -> list[tuple[str | None, Path]]:
-    """The files to read, with their devices: the one that the environment names, or those of this machine there are."""
+    """The files to read, with their devices: the one that the environment names, or this machine's."""
     if store.is_off():
         return []
     if chosen := store.chosen():

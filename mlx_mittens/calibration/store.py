@@ -98,7 +98,7 @@ class Row:
 
 @dataclass
 class Calibration:
-    """The rows of a device, and what they hold for; of a Mac's GPU also what command buffers were tried."""
+    """The rows of a device, and what they hold for; of a Mac's GPU also the command buffers tried."""
 
     machine: dict[str, Any]
     versions: dict[str, str]

@@ -72,7 +72,7 @@ class _File:
         return self.calibration.rows
 
     def add(self, key: tuple[str, str, str], rows: Sequence[Row]) -> None:
-        """Puts rows, which may be none, in the place of those of their call and problems that were to be repeated."""
+        """Puts rows, perhaps none, in the place of their call's rows and of problems that were to be repeated."""
         problems = {row.problem for row in rows}
         is_replaced = lambda row: row.again and (row.key == key or row.problem in problems)
         left = [row for row in self.rows if not is_replaced(row)]

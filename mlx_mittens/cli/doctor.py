@@ -146,7 +146,7 @@ def child() -> None:
     """
     device, seed, quick = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "quick"
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of a library is no answer
     select_device(device)
     seen: set[tuple[str, ...]] = set()
     with strict():
@@ -220,7 +220,7 @@ class _Part:
     op: specs.Op
     todo: list[tuple[specs.Case, str]]  # all of the op's
     numbers: Sequence[int]
-    name: str  # of what is printed
+    name: str  # in the output
 
 
 def _parts(ops: Sequence[specs.Op], device: str, quick: bool) -> list[_Part]:

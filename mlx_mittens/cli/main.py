@@ -86,7 +86,7 @@ def import_commands(argv: Sequence[str] | None = None) -> None:
 
 
 def parser(meant: Collection[str] = tuple(_COMMANDS)) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the command line, and those of its commands.
+    """The parser of the command line, and its commands' parsers.
 
     Args:
         meant: The commands whose arguments the parsers take.

@@ -214,7 +214,7 @@ def _with_import(text: str, module: str, names: set[str], after: str) -> str:
 
 
 def write(name: str, family: str, root: Path) -> list[str]:
-    """Writes an op into a clone; the paths of what was written or changed."""
+    """Writes an op into a clone; returns the paths of new and changed files."""
     ops, specs = f"mlx_mittens/ops/{family}.py", f"mlx_mittens/specs/{family}.py"
     texts = {path: _skeleton(root, family, file, name) for path, file in files(name, family).items()}
     declarations, rows = ((root / path).read_text(encoding="utf-8") for path in (ops, specs))

@@ -33,7 +33,7 @@ def child() -> None:
     came of it, and ``{"done": true}`` ends them.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of a library is no answer
     order = json.load(sys.stdin)
     seen = set(order["seen"])
     say = lambda row: print(json.dumps(row), file=answers, flush=True)

@@ -105,7 +105,7 @@ def each(
         return Ending()
     except KeyboardInterrupt as error:
         interrupt = error
-    except BrokenPipeError:  # nobody reads what the command prints: not this item's failure
+    except BrokenPipeError:  # nobody reads the command's output: not this item's failure
         raise
     except Exception as error:
         if not _received:
@@ -142,7 +142,7 @@ class JsonFile:
     def write(self, head: dict[str, Any], key: str, rows: Sequence[str], last: bool = False) -> None:
         """Writes an object: what heads it, and under a key rows that are JSON already.
 
-        What is no file, such as a pipe, gets the ``last`` one alone.
+        A pipe, or another path that is no file, gets the ``last`` one alone.
         """
         if self._path is None or not (last or self._file):
             return

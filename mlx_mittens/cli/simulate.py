@@ -344,7 +344,7 @@ def _cases_listed(op: specs.Op) -> str:
 
 
 def _known_cases(op: specs.Op) -> list[specs.Case]:
-    """The cases of an op, those of tests after those that are timed, each once."""
+    """The cases of an op, timed ones before tests, each once."""
     return list({case.name: case for case in (*op.cases, *op.tests)}.values())
 
 

@@ -117,7 +117,7 @@ def scaled_dot_product_attention(
         window (int, optional): A query sees of the keys up to its own position, counted as for ``"causal"``, the last
             ``window`` ones.
         force_fused (bool): By one kernel, or an error where neither ours nor mx has one.
-        exact (bool): Whether a query gets, bit for bit, what an exact call of this query alone gives, over the keys in
+        exact (bool): Whether a query gets, bit for bit, the result of an exact call of it alone, over the keys in
             its range: of ``keys`` keys and ``queries`` queries, with ``mask="causal"`` or a window, query ``i`` has the
             first ``keys - queries + i + 1``. So a model that verifies several tokens at once sees what it sees token by
             token. It holds for any number of threads on one machine, and costs the sharing of keys among queries. Not

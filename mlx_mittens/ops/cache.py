@@ -32,7 +32,7 @@ def rope_append(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Turns the queries and keys of new tokens and appends keys and values to a cache, in one kernel.
 
-    What a decoder layer does between the product with its weights and attention. Equal to ``mx.fast.rope`` of queries
+    A decoder layer's steps between the product with its weights and attention. Equal to ``mx.fast.rope`` of queries
     and of keys, after ``mx.fast.rms_norm`` of each head where there are norms, and to writing keys and values into
     ``keys[:, :, start : start + tokens]`` and ``values[:, :, start : start + tokens]``. Buffers that nothing else
     refers to are updated in place, also while work on them is on its way; others are copied first.

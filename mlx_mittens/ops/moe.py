@@ -203,7 +203,7 @@ def gather_sum(
 ) -> mx.array:
     """Weighted sum of products with chosen experts: ``sum_i weights[i] * (x[i] @ w[indices[i]].T + bias[indices[i]])``.
 
-    The last product of a mixture, with what its router weighs experts by. On a GPU it is one launch for up to 16
+    The last product of a mixture, with its router's weights of experts. On a GPU it is one launch for up to 16
     experts of each sum and up to 64 products in all. Sums are taken in float32 and rounded once; on the CPU, and of
     more products on Apple GPUs, their terms are rounded before. Other calls are `gather_qmm` and a sum in mx.
 
@@ -347,7 +347,7 @@ def route_top_k(
 
     Of equal scores those are chosen that mx chooses: the first for ``mx.argpartition(-scores, k - 1)[..., :k]``, which
     is the descending choice, and the last for ``mx.argpartition(scores, -k)[..., -k:]``, the ascending one. mx leaves
-    the order of the chosen open, here they are sorted. Gradients are those of the weights.
+    the order of the chosen open, here they are sorted. Only the weights have gradients.
 
     Args:
         logits (array): Of shape ``[..., experts]``; float32, float16 or bfloat16.

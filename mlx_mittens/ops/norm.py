@@ -60,7 +60,7 @@ def layer_norm(
     """Layer normalization over the last axis: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
     The twin of ``mx.fast.layer_norm``. Mean and variance are taken in float32, the variance from the centred values;
-    where that overflows it is infinite, as in mx, and what is normalized is 0.
+    where that overflows it is infinite, as in mx, and the normalized row is 0.
 
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
@@ -133,7 +133,7 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     stream: StreamOrDevice = None,
 ) -> tuple[mx.array, mx.array]:
-    """Adds a residual and normalizes the sum, in one kernel: what a transformer does between two blocks.
+    """Adds a residual and normalizes the sum, in one kernel: the step of a transformer between two blocks.
 
     Equal to ``s = x + residual; (mx.fast.rms_norm(s, weight, eps), s)``, with the sum rounded to its type as there, and
     with the offset of the weight that ``rms_norm`` has.
@@ -238,7 +238,7 @@ def qk_norm(
     Args:
         queries (array): Heads of shape ``[..., width]``, as ``[batch, tokens, heads, width]`` or
             ``[batch, heads, tokens, width]``; float32, float16 or bfloat16.
-        keys (array): Heads of shape ``[..., width]``, of which there may be fewer; float32, float16 or bfloat16.
+        keys (array): Heads of shape ``[..., width]``, perhaps fewer; float32, float16 or bfloat16.
         query_weight (array, optional): Scale of shape ``[width]``. With ``None`` queries are not scaled.
         key_weight (array, optional): Scale of shape ``[width]``. With ``None`` keys are not scaled.
         eps (float): Added to the mean squares; finite and not negative.

@@ -35,7 +35,7 @@ def gated_delta_update(
     Args:
         q (array): Queries of shape ``[batch, steps, key_heads, columns]``; float32, float16 or bfloat16.
         k (array): Keys of ``q``'s shape.
-        v (array): Values of shape ``[batch, steps, heads, rows]``, ``heads`` a multiple of ``key_heads``: so many
+        v (array): Values of shape ``[batch, steps, heads, rows]``, ``heads`` a multiple of ``key_heads``: as many
             neighbouring heads share a key head.
         gamma (array): Gates between 0 and 1, of shape ``[batch, steps, heads]`` or
             ``[batch, steps, heads, columns]``; they are taken in float32.
@@ -96,7 +96,7 @@ def linear_attention(
     Args:
         q (array): Queries of shape ``[batch, steps, key_heads, columns]``; float32, float16 or bfloat16.
         k (array): Keys of ``q``'s shape.
-        v (array): Values of shape ``[batch, steps, heads, rows]``, ``heads`` a multiple of ``key_heads``: so many
+        v (array): Values of shape ``[batch, steps, heads, rows]``, ``heads`` a multiple of ``key_heads``: as many
             neighbouring heads share a key head.
         decay (float or array, optional): More than 0 and at most 1: a number for all heads, or an array of shape
             ``[heads]``, whose numbers are not checked. Default: 1.
@@ -158,7 +158,7 @@ def ssm_update(
         hidden_states (array): ``x`` of shape ``[batch, steps, heads, rows]``; float32, float16 or bfloat16.
         A_log (array): Logarithms of the rates of decay, of shape ``[heads]``.
         B (array): What writes the state, of shape ``[batch, steps, groups, columns]``, ``heads`` a multiple of
-            ``groups``: so many neighbouring heads share a group.
+            ``groups``: as many neighbouring heads share a group.
         C (array): What reads the state, of ``B``'s shape.
         D (array): What passes by the state, of shape ``[heads]``.
         dt (array): Time steps before ``softplus``, of shape ``[batch, steps, heads]``.

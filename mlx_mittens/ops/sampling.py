@@ -108,7 +108,7 @@ def sample(
         key (array, optional): As ``mx.random.key`` gives. With ``None`` it is the next one of ``mx.random.state``.
         temperature (float): Divides the logits that are kept. 0 gives the token of the largest logit: no key is used,
             and the filters, which keep that token, do nothing.
-        top_k (int): Keep so many of the largest logits; 0 keeps all, and so does the vocabulary's size or more.
+        top_k (int): Number of the largest logits to keep; 0 keeps all, and so does the vocabulary's size or more.
         top_p (float): Keep the largest logits whose probabilities add up to this share, and what equals the last of
             them; 0 and 1 keep all.
         min_p (float): Keep what is at least this times as probable as the most probable token; 0 keeps all.

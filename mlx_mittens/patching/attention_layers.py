@@ -1,8 +1,8 @@
 """Attention layers of mlx-lm's models for one token, whose queries, keys and values are one product.
 
-A function here computes what the call of a known class does, and gives None where that is to be called. What it names
-of mlx-lm and mx is the patch's, where these are patched. `targets` names the classes by what their calls do; those of
-Llama's kind are in `csrc/patch/attention_layer.cpp`.
+A function here computes the call of a known class, and gives None where the original is to be called. Names of mlx-lm
+and mx are the patch's, where these are patched. `layer_targets` names the classes by the digests of their calls;
+classes of Llama's kind are in `csrc/patch/attention_layer.cpp`.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _keeps_its_type(layer: Any, steps: str, dtype: mx.Dtype) -> bool:
 
 
 def mamba2_space(layer: Any, hidden_states: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
-    """mlx_lm.models.mamba2.Mamba2Block, and those of Nemotron-H and Granite 4, which differ in their norms."""
+    """mlx_lm.models.mamba2.Mamba2Block, and Nemotron-H's and Granite 4's, which differ in their norms."""
     return _space(layer, hidden_states, mask, cache, True)
 
 

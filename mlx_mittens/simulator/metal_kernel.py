@@ -105,7 +105,7 @@ class Kernel:
         Raises:
             ValueError: If shapes, grid, threadgroup or template arguments cannot be served.
             CompileError: From the evaluation of an output, as on a Mac, if the kernel does not compile, or would not
-                there (as ``mlx-mittens check`` has it); lines are those of ``source`` and ``header``.
+                there (as ``mlx-mittens check`` has it); lines are counted in ``source`` and ``header``.
             Fault: From the evaluation of an output, if the kernel does what a GPU would not forgive.
         """
         arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]

@@ -71,7 +71,7 @@ class RopeAppendOp(Op):
         freqs, query_norm, key_norm = (widen(a) for a in arrays[-3:])
         key_heads, tokens = case.shape[2:4]
         parts = np.split(heads, [heads.shape[1] - 2 * key_heads, heads.shape[1] - key_heads], axis=1)
-        turned = []  # heads that a norm has rounded are no more exact than the terms of what they are turned into
+        turned = []  # heads that a norm has rounded are no more exact than the terms of the turned ones
         for part, weight in zip(parts, (query_norm, key_norm)):
             if weight is not None:
                 part = reference.rms_norm(part, weight, options["eps"])
@@ -163,7 +163,7 @@ def _turned(heads, key_heads, freqs, query_norm, key_norm, dims, base, offset, e
 def _twin(heads, keys, values, freqs, query_norm, key_norm, dims, base, offset, eps, traditional):
     turned = _turned(heads, keys.shape[1], freqs, query_norm, key_norm, dims, base, offset, eps, traditional)
     queries, new_keys, new_values = turned
-    keys, values = keys[...], values[...]  # others, for what is assigned to them
+    keys, values = keys[...], values[...]  # copies, since the call assigns to them
     new = slice(offset, offset + heads.shape[2])
     keys[:, :, new], values[:, :, new] = new_keys, new_values
     return queries, keys, values
@@ -181,7 +181,7 @@ def _ours_packed(heads, *rest, dims, base, offset, eps, traditional, group_size,
 def _twin_packed(heads, *rest, dims, base, offset, eps, traditional, group_size, bits):
     *packed, freqs, query_norm, key_norm = rest
     turned = _turned(heads, packed[0].shape[1], freqs, query_norm, key_norm, dims, base, offset, eps, traditional)
-    packed = [a[...] for a in packed]  # others, for what is assigned to them
+    packed = [a[...] for a in packed]  # copies, since the call assigns to them
     new = slice(offset, offset + heads.shape[2])
     parts = [part for a in turned[1:] for part in mx.quantize(a, group_size, bits)]
     for buffer, part in zip(packed, parts, strict=True):

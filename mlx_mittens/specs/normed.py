@@ -36,7 +36,7 @@ def widths(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def row_before(x: mx.array, triple: Triple, options: dict[str, Any]) -> mx.array:
-    """The norm, of which a product with the square matrix has taken its part: others may read that too."""
+    """The norm after a product with the square matrix has used it: others may read it too."""
     row, _ = _row(x, triple, None, widths(options))
     _ext.try_products_of_norm(row, [triple], **widths(options))
     return row

@@ -70,17 +70,17 @@ class Case:
 
 
 def cases_for_tests(*shapes: tuple[int, ...], vjp: bool = False, **options: Any) -> tuple[Case, ...]:
-    """Cases of these shapes that are there to be tested alone."""
+    """Cases of these shapes for tests alone."""
     return tuple(Case("test", shape, options, vjp=vjp) for shape in shapes)
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A result in float64, and what its rounding is to be measured by.
+    """A result in float64, and the scales of its rounding.
 
     Attributes:
         value: The result.
-        magnitude: How large the terms are that it sums up, where these cancel.
+        magnitude: The size of the terms of its sum, where these cancel.
         inner: How far it moves where the float32 numbers on the way to it are off by their own size: what exponentials
             of large numbers make of the rounding of these.
     """

@@ -1,4 +1,4 @@
-"""The ops and their gradients in float64 numpy: what every executor is checked against.
+"""The ops and their gradients in float64 numpy: the reference of every executor.
 
 Inputs are arrays of any float type and are widened first; nothing is rounded on the way, so a result's distance from
 these is its whole error. Gradients follow the formulas written by hand, not an automatic derivation of the forward
@@ -27,7 +27,7 @@ def _widen(a: ArrayLike | None) -> np.ndarray | None:
 
 
 def _over_rows(a: np.ndarray, magnitude: bool = False, inner: np.ndarray | float = 0.0) -> np.ndarray:
-    """Sums over all axes but the last: the gradient of what was broadcast over rows.
+    """Sums over all axes but the last: the gradient of an array that was broadcast over rows.
 
     With magnitude, the size of a sum of `inner`: what the terms were computed from, where rounding may be all that is
     left of it.
@@ -231,7 +231,7 @@ def rope(
     """Rotary embedding of ``x``, [..., tokens, width]. Traditional pairs are neighbours.
 
     Also gives the size of each element's terms, and how far the rounding of its angle moves it. An angle is a product
-    of float32 numbers, one of which may be an exponential.
+    of float32 numbers; one may be an exponential.
     """
     x, freqs = _widen(x), _widen(freqs)
     pairs = dims // 2
