@@ -1,4 +1,4 @@
-// A Launch says everything that a GPU needs to run one kernel once. Ops build it; an executor runs it.
+// A Launch holds everything that a GPU needs to run one kernel once. Ops build it; an executor runs it.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +28,8 @@ struct Size3 {
   uint32_t z = 1;
 };
 
-// One argument of a kernel; its place in Launch::arguments is its Metal buffer index. Arrays are referred to, since
-// owning one takes atomic instructions: who builds a launch keeps them until it has run, or gives it an owner.
+// One argument of a kernel; its place in Launch::arguments is its Metal buffer index. It refers to arrays, since owning
+// one takes atomic instructions: the builder of a launch keeps them until it has run, or gives it an owner.
 struct Input {
   std::reference_wrapper<const mx::array> array;
   // The part that the kernel may read: bytes from an offset off the array's first element. Row contiguous: all of it.
@@ -38,7 +38,7 @@ struct Input {
 };
 struct Output {
   std::reference_wrapper<const mx::array> array;
-  bool updated = false;  // it holds data already, which stays where the kernel writes none
+  bool updated = false;  // it holds data already, which stays where the kernel does not write
 };
 struct Bytes {
   std::vector<std::byte> data;
@@ -52,7 +52,7 @@ using Argument = std::variant<Input, Output, Bytes, Absent>;
 
 struct Launch {
   Launch() {
-    arguments.reserve(12);  // all that most kernels have: this is on the path of every call
+    arguments.reserve(12);  // enough for most kernels: this is on the path of every call
   }
 
   Name file;  // the .metal file that holds the kernel: "norm/rms_norm.metal"
@@ -70,8 +70,8 @@ struct Launch {
     // A broadcast view has fewer elements in memory than in its shape.
     return input(array, 0, std::min(array.size(), array.data_size()) * array.itemsize());
   }
-  // For an argument that the kernel is told to leave alone: it needs a buffer all the same. A kernel that reads more of
-  // it than one element is at fault in the simulator.
+  // For an argument that the kernel does not use, but needs a buffer for. Reading more of it than one element is a
+  // fault in the simulator.
   Launch&& stand_in(const mx::array& array) {
     return input(array, 0, std::min<size_t>(array.data_size(), 1) * array.itemsize());
   }

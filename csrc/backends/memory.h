@@ -9,8 +9,7 @@
 
 namespace mittens {
 
-// The bytes that a view spans, from its lowest element on, which lies so far off its first. A view without elements
-// spans none.
+// The bytes that a view spans, and the offset of its lowest element from its first. A view without elements spans none.
 struct Span {
   int64_t offset;
   size_t bytes;

@@ -1,6 +1,6 @@
-// Names of kernels and files, each kept once for the life of the process: one is made of its parts without taking
-// memory, two are compared and what belongs to one is found by address. All of this is on the path of every call; names
-// that do not depend on it are constants, which are looked up but once.
+// Names of kernels and files, each kept once for the life of the process: made of parts without taking memory, compared
+// and looked up by address. All of this is on the path of every call; names that do not depend on it are constants,
+// which are looked up but once.
 #pragma once
 
 #include <array>

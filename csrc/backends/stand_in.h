@@ -1,5 +1,5 @@
-// Arrays in the place of others for who asks what a call would do: of the same shape and dtype, but with a few bytes of
-// memory. Nothing may run on them.
+// Stand-ins for arrays, to ask what a call would do: of the same shape and dtype, but with a few bytes of memory.
+// Nothing may run on them.
 #pragma once
 
 #include "mlx/array.h"

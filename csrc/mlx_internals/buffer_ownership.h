@@ -1,11 +1,12 @@
-// Buffers that are updated in place although kernels that read them are still on their way.
+// Buffers that are updated in place although kernels that read them are still queued.
 //
-// MLX updates a buffer in place only if nothing else holds it, and work on its way does: a loop that runs a step ahead
-// of its device, as generation does, copies the key-value caches of the layers that the device has not come to yet.
-// What work on its way holds need not count where whatever comes next runs after it; so an array's owners are counted
-// apart from it, in a pointer of its own to the same memory. That is right for an array all of whose readers so far are
-// kernels of the primitive that made it, or of ones before: its event comes after them, and the launches say that they
-// write it, so that MLX's graphs and barriers do too. Readers that come later hold the array, as ever, and count.
+// MLX updates a buffer in place only if nothing else holds it, and queued work does: a loop that runs a step ahead of
+// its device, as generation does, copies the key-value caches of the layers that the device has not come to yet.
+// References held by queued work need not block in-place reuse, as long as later work runs after it. So an array's
+// owners are counted a second time, in a pointer of its own to the same memory. That is right for an array if all of
+// its readers so far are kernels of the primitive that made it, or of earlier ones: its event comes after them, and the
+// launches say that they write it, so that MLX's graphs and barriers order them. Later readers hold the array, and
+// count.
 #pragma once
 
 #include <memory>
@@ -19,10 +20,10 @@ namespace mittens {
 
 namespace mx = mlx::core;
 
-// What owns the memory of such an array.
+// The owner of the memory of such an array.
 struct BufferOwner {
   std::shared_ptr<mx::array::Data> memory;
-  std::vector<mx::array> carried;  // other arrays that came about with it
+  std::vector<mx::array> carried;  // other arrays that were made with it
 
   void operator()(const void*) const {}
 };
@@ -63,11 +64,11 @@ bool same_memory(const mx::array& a, const mx::array& b);
 // Whether this is all there is of an array: no other array in MLX's graph has it as its input, nobody holds a copy.
 bool is_held_alone(const mx::array& array);
 
-// Whether no more than so many hold an array: inputs in MLX's graph, siblings, copies.
+// Whether an array has at most `most` holders: inputs in MLX's graph, siblings, copies.
 bool has_holders(const mx::array& array, long most);
 
-// Whether nobody but a primitive of so many outputs may want what an input holds. MLX's is_donatable() says it of one
-// output: each of several holds the inputs.
+// Whether nobody but a primitive may need an input's memory. outputs: of the primitive, each of which holds the inputs;
+// MLX's is_donatable() assumes one.
 bool is_donatable(const mx::array& input, size_t outputs);
 
 }  // namespace mittens

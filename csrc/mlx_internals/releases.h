@@ -1,10 +1,10 @@
-// What differs between the releases of MLX that an extension is compiled for, by the version in MLX's own header: what
-// of their private parts is known, and which public functions they lack.
+// Differences between the releases of MLX that an extension is compiled for, by the version in MLX's own header: the
+// private parts that are known, and the public functions that are missing.
 #pragma once
 
 #include "mlx/version.h"
 
-// The releases whose arrays and streams buffer_ownership was read beside, and the newest of them.
+// The releases whose arrays and streams buffer_ownership was checked against, and the newest of them.
 #define MITTENS_KNOWN_MLX (MLX_VERSION_NUMERIC >= 31002 && MLX_VERSION_NUMERIC <= 32004)
 #define MITTENS_KNOWN_MLX_VERSION "0.32.4"
 

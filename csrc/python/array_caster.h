@@ -1,7 +1,6 @@
 // mx.array as an argument from Python. nanobind tells an instance's class by the address of its type_info, and by its
-// name where the addresses differ, as they do between modules: so that each array would cost a comparison of names,
-// arrays are asked for by the type_info that mlx.core registered. Every header that names arrays to nanobind includes
-// this one.
+// name where the addresses differ, as they do between modules: to save a comparison of names for each array, this asks
+// by the type_info that mlx.core registered. Every header that names arrays to nanobind includes this one.
 #pragma once
 
 #include <typeinfo>

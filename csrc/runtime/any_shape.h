@@ -33,19 +33,19 @@ class Expanding {
   Expanding& operator=(const Expanding&) = delete;
 };
 
-// The same, and calls that go to mx are not counted: the caller asks for the shapes of their results.
+// The same, without counting calls that go to mx: the caller only asks for shapes of results.
 struct AskingForShapes {
   Expanding expanding;
   Uncounted uncounted;
 };
 
-// A function that builds its results of arrays on one stream.
+// A function that builds results from arrays on one stream.
 using ArrayFunction = std::function<Arrays(const Arrays&)>;
 
 // The results of a function as one primitive. op: the op that the function calls.
 Arrays apply_for_any_shape(const char* op, ArrayFunction function, const Arrays& inputs, mx::Stream stream);
 
-// Stands in for an array whose shape and dtype alone are asked for.
+// Stands in for an array, with its shape and dtype alone.
 inline mx::array stand_in_for(const mx::array& array) {
   return {array.shape(), array.dtype(), nullptr, {}};
 }
@@ -125,8 +125,7 @@ void replace_arrays(T& value, const Arrays& arrays) {
   ArraysIn<T>::visit(value, [&](mx::array& array) { array = arrays[next++]; });
 }
 
-// An op, the last argument of which is its stream: the same op, but that its calls in a function for all shapes are
-// AnyShape.
+// Wraps an op, whose last argument is its stream, so that its calls in a function for all shapes become AnyShape.
 template <typename Result, typename... Arguments>
 auto for_any_shape(const char* op, Result (*function)(Arguments...)) {
   using Given = std::tuple<std::remove_cvref_t<Arguments>...>;
@@ -138,7 +137,7 @@ auto for_any_shape(const char* op, Result (*function)(Arguments...)) {
     }
     Given given(arguments...);
     const Arrays inputs = arrays_in(given);
-    // The graph would keep what the function of it keeps.
+    // Stand-ins, since the graph would keep the arrays that its function keeps.
     ArraysIn<Given>::visit(given, [](mx::array& array) { array = stand_in_for(array); });
     Result result = [&] {
       const AskingForShapes asking;

@@ -1,4 +1,4 @@
-// What the ops on matrices of weights share: views as the kernels read them, and the numbers of a grid.
+// Shared by the ops on matrices of weights: views as the kernels read them, and the numbers of a grid.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 
 namespace mittens {
 
-// More rows of x than this are a matter for a matrix product.
+// More rows of x than this are left to a matrix product.
 inline constexpr size_t most_gemv_rows = 16;
 
 constexpr uint32_t ceil_divide(uint64_t a, uint64_t b) {
   return static_cast<uint32_t>((a + b - 1) / b);
 }
 
-// Whether rows lie in memory as they are, the first on a boundary of so many bytes, a power of two, and the others no
-// worse than in a copy: on such boundaries where the bytes of a row are a multiple of that, else of what divides them.
+// Whether rows are contiguous, the first aligned to `alignment` bytes, a power of two, and the others as well as in a
+// copy: to the largest power of two up to it that divides the bytes of a row.
 bool has_rows(const mx::array& array, int64_t alignment);
 
 // The array itself if it has such rows, else a copy.
@@ -26,7 +26,7 @@ mx::array with_rows(const mx::array& array, int64_t alignment, mx::Stream stream
 // Whether an array is row contiguous and starts where the widest loads may.
 bool is_contiguous(const mx::array& array);
 
-// The array itself if it is so, else a copy.
+// The array itself if so, else a copy.
 mx::array contiguous_rows(const mx::array& array, mx::Stream stream);
 
 // Adds an input that is a view with rows.

@@ -1,4 +1,4 @@
-// Small things that the primitives do with arrays.
+// Small operations on arrays that primitives share.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 
 namespace mittens {
 
-// mx::astype, which takes the host a while for an array that is of the dtype already.
+// mx::astype, but for an array that has the dtype already: the call would cost the host time.
 inline mx::array in_dtype(const mx::array& array, mx::Dtype dtype, mx::Stream stream) {
   return array.dtype() == dtype ? array : mx::astype(array, dtype, stream);
 }
@@ -25,7 +25,7 @@ inline mx::array plus_bias(const mx::array& y, const std::optional<mx::array>& b
                       : mx::zeros(y.shape(), mx::promote_types(y.dtype(), bias->dtype()), stream);
 }
 
-// The output gets the memory of a donor of its shape and dtype that nobody else needs, else memory of its own.
+// Gives the output the memory of a donor of its shape and dtype that nobody else needs, else memory of its own.
 // `outputs` of the primitive hold the donor as their input.
 inline void take_or_allocate(mx::array& output, const mx::array& donor, mx::Stream stream, size_t outputs = 1) {
   if (is_donatable(donor, outputs) && donor.flags().row_contiguous && donor.data_size() == output.size()) {

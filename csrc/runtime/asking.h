@@ -1,5 +1,5 @@
-// What a call would run, without running it: its graph is built, and each of its primitives says which kernels it would
-// launch. The ops, their checks and their plans are those of a call that runs.
+// The plan of a call, without running it: its graph is built, and each of its primitives lists the kernels that it
+// would launch. Ops, checks and plans are the same as in a call that runs.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@
 
 namespace mittens {
 
-// What stats() would count.
+// The counts that stats() would have.
 struct CallPlan {
   struct Run {
     const char* primitive;
@@ -27,7 +27,7 @@ struct CallPlan {
   std::vector<Fallback> fallbacks;
 };
 
-// A primitive that says what it would run. The inputs and outputs are asked for their shapes and dtypes alone.
+// A primitive that can list its kernels. It reads only shapes and dtypes of inputs and outputs.
 class Plannable {
  public:
   virtual void plan(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs, CallPlan& plan) = 0;
@@ -36,7 +36,7 @@ class Plannable {
   ~Plannable() = default;
 };
 
-// Adds what the evaluation of arrays would run.
+// Adds the kernels that the evaluation of arrays would run.
 void plan_evaluation(const std::vector<mx::array>& arrays, CallPlan& plan);
 
 // The plan that this thread is asked for: calls that go to mx are noted there, and are no errors in strict mode. Null

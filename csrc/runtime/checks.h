@@ -1,4 +1,4 @@
-// Bad arguments, said so that a person can act on it: the op, the argument, what came, what was expected.
+// Errors of bad arguments that a person can act on: the op, the argument, its value, and the expected one.
 #pragma once
 
 #include <cmath>
@@ -73,7 +73,7 @@ struct Argument {
   const mx::array* array;
 };
 
-// What the arguments promote to, the first of which is there.
+// The dtype that the arguments promote to; the first is not absent.
 inline mx::Dtype promoted(std::initializer_list<Argument> arguments) {
   mx::Dtype dtype = arguments.begin()->array->dtype();
   for (const auto& [name, array] : arguments) {
@@ -93,7 +93,7 @@ inline mx::Dtype promoted(std::initializer_list<Argument> arguments) {
                    " of the result: expected float32, float16 or bfloat16");
 }
 
-// What the arguments promote to, which must be floating: float64 is for mx.
+// The dtype that the arguments promote to, which must be floating: float64 goes to mx.
 inline mx::Dtype floating(const char* op, std::initializer_list<Argument> arguments) {
   const mx::Dtype dtype = promoted(arguments);
   if (!has_kernels(dtype) && !mx::issubdtype(dtype, mx::floating)) {

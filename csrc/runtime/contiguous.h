@@ -7,8 +7,8 @@
 
 namespace mittens {
 
-// The array's elements in row contiguous memory of their own, which lives until what was given to the stream so far,
-// and what is given to it next, is done.
+// The array's elements in row contiguous memory of their own, which lives until all work given to the stream so far,
+// and the next, is done.
 mx::array contiguous(const mx::array& array, mx::Stream stream);
 
 // Copies an array, which need not be row contiguous, into one that is.
@@ -17,11 +17,11 @@ Launch copy_launch(const mx::array& source, const mx::array& target);
 // Writes a row [columns], which may be a view, into every row of an output [.., columns]; zeros where there is no row.
 void fill_rows(mx::array& target, const mx::array* row, mx::Stream stream);
 
-// Whether an array is row contiguous and starts on a boundary of so many bytes.
+// Whether an array is row contiguous and its start is aligned to `alignment` bytes.
 bool is_row_contiguous(const mx::array& array, int64_t alignment = 1);
 
 // The inputs of an evaluation, row contiguous and aligned: themselves where they are, else `copies`, which are made on
-// the stream and live until what reads them is done.
+// the stream and live until their readers are done.
 const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies, int64_t alignment = 1);
 
 }  // namespace mittens

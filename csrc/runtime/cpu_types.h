@@ -1,5 +1,5 @@
-// What the ops hand to the native CPU code: element types and raw pointers, which outlive the task since MLX keeps the
-// arrays of an evaluation.
+// Arguments of the native CPU code: element types and raw pointers, which outlive the task since MLX keeps the arrays
+// of an evaluation.
 #pragma once
 
 #include "cpu/types.h"

@@ -1,10 +1,9 @@
-// The one rule for what our kernels do not cover: mx computes it, unless strict mode asks for an error instead, so that
+// The one rule for calls that our kernels do not cover: mx computes them, unless strict mode asks for an error, so that
 // no benchmark or test takes mx for ours.
 #pragma once
 
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "mlx/dtype.h"
 
@@ -14,16 +13,11 @@ namespace mittens {
 // std::runtime_error in strict mode.
 std::nullopt_t fallback(const char* op, std::string reason);
 
-// The same where an op goes on to mx itself.
-inline void fall_back(const char* op, std::string reason) {
-  fallback(op, std::move(reason));
-}
-
 // Whether the user has switched an op off (MLX_MITTENS_DISABLE); notes it as fallback() does.
 bool is_switched_off(const char* op);
 
-// Whether mx is to compute what a kernel covers as well, since it is faster there; notes why. Never in strict mode
-// or under a strict patch, which ask for the kernel.
+// Whether mx is to compute a call that a kernel covers too, since it is faster; notes why. Never in strict mode or
+// under a strict patch, which ask for the kernel.
 bool prefer_fallback(const char* op, std::string reason);
 
 // While an instance exists, unsupported calls on this thread are neither counted nor rejected, because the caller will
@@ -36,8 +30,8 @@ class Tentative {
   Tentative& operator=(const Tentative&) = delete;
 };
 
-// While an instance exists, unsupported calls on this thread are not counted: the caller only asks what they return,
-// and will count them when they compute.
+// While an instance exists, unsupported calls on this thread are not counted: the caller only asks for the shape of
+// their results, and will count them when they compute.
 class Uncounted {
  public:
   Uncounted();

@@ -1,5 +1,5 @@
-// Binding an op of two parts: the attempt, which gives nothing where no kernel covers a call, and the op, which goes on
-// to mx there. The patch of mx's own functions calls the attempt, since it has originals to go on to.
+// Binding an op of two parts: the attempt, which returns nothing where no kernel covers a call, and the op, which then
+// calls mx. The patch of mx's own functions calls the attempt, since it has originals to call.
 #pragma once
 
 #include <optional>
@@ -75,8 +75,8 @@ void bind_function(nanobind::module_& module, const char* name, Result (*functio
   }
 }
 
-// Bad arguments give nothing either: mx is then to say what is wrong with them. function: the op itself, which a
-// function for all shapes calls where the attempt covers the shapes of the trace.
+// Returns nothing for bad arguments too: mx then raises its own error. function: the op itself, which a function for
+// all shapes calls where the attempt covers the shapes of the trace.
 template <typename Result, typename... Arguments, typename Function>
 auto lenient(const char* op, std::optional<Result> (*attempt)(Arguments...), Function function) {
   return [op, attempt, function = for_any_shape(op, function)](Arguments... arguments) -> std::optional<Result> {

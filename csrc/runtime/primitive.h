@@ -1,4 +1,4 @@
-// What every primitive of ours shares: where it runs, and derivatives composed from mx where it brings none of its own.
+// The base of every primitive of ours: where it runs, and derivatives composed from mx where it has none of its own.
 #pragma once
 
 #include <functional>
@@ -41,7 +41,7 @@ class KernelPrimitive : public mx::Primitive, public Plannable {
   // launches in the simulator.
   void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
   void eval_cpu(const Arrays& inputs, Arrays& outputs) final;
-  // What the above run, where every input is row contiguous and those that are updated are needed by nobody else.
+  // The kernels that the above run, assuming that inputs are row contiguous and nobody else needs updated ones.
   void plan(const Arrays& inputs, const Arrays& outputs, CallPlan& plan) final;
 
   // Transformations of the composition below, unless a primitive overrides them.
@@ -60,7 +60,7 @@ class KernelPrimitive : public mx::Primitive, public Plannable {
   virtual bool sums_nothing(const Arrays&) const {
     return false;
   }
-  // What is added to each row of the first output, one number a column; null if there is nothing.
+  // An array that is added to each row of the first output, one number a column; null if there is none.
   virtual const mx::array* addend(const Arrays&) const {
     return nullptr;
   }
@@ -87,9 +87,9 @@ class KernelPrimitive : public mx::Primitive, public Plannable {
   Arrays outputs_of_nothing(const Arrays& inputs, const std::vector<int>& axes);
   // Whether this thread runs native code on the CPU where there is some.
   bool prefers_native() const;
-  // Gives the outputs what the composition computes, on the stream of this primitive.
+  // Computes the outputs by the composition, on the stream of this primitive.
   void run_composed(const Arrays& inputs, Arrays& outputs);
-  // Writes the outputs if that takes no kernel. Returns whether it did.
+  // Writes the outputs if no kernel is needed. Returns whether it did.
   bool write_trivial(const Arrays& inputs, Arrays& outputs);
   // The composition as a function of some of its inputs: others, such as packed integers, may have no derivative.
   std::function<Arrays(const Arrays&)> composed_of(const Arrays& primals, const std::vector<int>& argnums);
