@@ -31,6 +31,13 @@ MITTENS_INLINE Int round_to_integers(Float v) {
 #endif
 }
 
+// v rounded to an integer of a form, at least -largest: what is not a number too, so that sums of a row that integers
+// cannot stand for do not overflow.
+template <typename Form>
+MITTENS_INLINE Int integers_of_form(Float v) {
+  return round_to_integers(maximum(v, Float{} - Form::largest));
+}
+
 // Of a row of x.
 struct RowSizes {
   float most;

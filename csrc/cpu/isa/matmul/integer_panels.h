@@ -46,7 +46,7 @@ struct GroupIntegers {
       alignas(64) int32_t integers[128];
       Int sum = {};
       for (size_t i = 0; i < group; i += width) {
-        const Int rounded = round_to_integers(load_in_order(x + begin + i) * inverse);
+        const Int rounded = integers_of_form<Form>(load_in_order(x + begin + i) * inverse);
         sum = sum + rounded;
         write(integers + i, rounded, All());
       }

@@ -66,7 +66,7 @@ struct ArrangedIntegers {
     UInt words[of_word][Form::parts] = {};
     Int integers = {};
     for (size_t v = 0; v < Source::vectors; ++v) {
-      const Int rounded = round_to_integers(values[v] * inverse);
+      const Int rounded = integers_of_form<Form>(values[v] * inverse);
       integers = integers + rounded;
       repeat<Form::parts>([&](auto p) MITTENS_INLINED {
         UInt& word = words[v % of_word][p.value];
