@@ -294,7 +294,8 @@ bool takes_unsorted_experts(const mx::array& x, const mx::array& w, const mx::ar
   }
   const mx::Stream stream = mx::default_stream(mx::default_device());
   const Problem problem = problem_of(x, w, {indices, std::nullopt}, format, false, x.dtype());
-  return takes_expert_tiles(sizes_of(problem), 2, stream) && !prefer_mx_experts(problem, 2, stream);
+  const ExpertSizes sizes = sizes_of(problem);
+  return are_exact(sizes) || (takes_expert_tiles(sizes, 2, stream) && !prefer_mx_experts(problem, 2, stream));
 }
 
 void bind(nb::module_& module) {

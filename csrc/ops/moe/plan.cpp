@@ -16,10 +16,6 @@ constexpr size_t most_single_rows = 64;
 // a CPU an expert has at most cpu::most_exact_rows of them.
 constexpr size_t most_exact_rows = 256;
 
-bool are_exact(size_t rows) {
-  return is_exact() && rows <= most_exact_rows;
-}
-
 // Elements of x that kernels count in 32 bits.
 constexpr size_t most_elements = size_t(1) << 32;
 
@@ -42,12 +38,16 @@ Problem experts_problem(const char* op, mx::Dtype dtype, uint32_t format, bool s
            problem_size(sizes.outputs)}};
 }
 
+bool are_exact(const ExpertSizes& sizes) {
+  return is_exact() && sizes.rows <= most_exact_rows;
+}
+
 bool prefer_mx_experts(const Problem& problem, uint32_t matrices, mx::Stream stream) {
   return prefer_mx(problem, why_mx_experts(sizes_of(problem), matrices, stream), stream);
 }
 
 bool takes_expert_tiles(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream) {
-  return matrices > 0 && runs_apple_kernels(stream) && sizes.rows > most_single_rows && !are_exact(sizes.rows) &&
+  return matrices > 0 && runs_apple_kernels(stream) && sizes.rows > most_single_rows && !are_exact(sizes) &&
          sizes.experts > 0 && sizes.experts < kTiledExperts &&
          sizes.rows < most_elements / std::max<size_t>(sizes.columns, 1) &&
          sizes.outputs >= kTileOutputs / kTileSimdgroups / matrices;
@@ -59,7 +59,7 @@ const char* why_not_launched(size_t pairs, size_t rows, mx::Stream stream) {
 }
 
 const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream) {
-  const bool wins = sizes.rows > most_single_rows && !are_exact(sizes.rows) &&
+  const bool wins = sizes.rows > most_single_rows && !are_exact(sizes) &&
                     (!takes_expert_tiles(sizes, matrices, stream) || gpu_of(stream).has_matrix_units);
   return stream.device == mx::Device::gpu && wins ? "more than 64 rows of results" : nullptr;
 }

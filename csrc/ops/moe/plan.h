@@ -31,6 +31,9 @@ inline ExpertSizes sizes_of(const Problem& problem) {
 
 // matrices, from here on: of an expert that pass by one simdgroup, 2 for gate and up; 0 where no kernel takes tiles.
 
+// Whether each row is to be computed as if it were alone.
+bool are_exact(const ExpertSizes& sizes);
+
 // Whether kernels take tiles of rows that have the same expert (metal/moe/apple).
 bool takes_expert_tiles(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream);
 
