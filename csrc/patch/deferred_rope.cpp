@@ -134,29 +134,6 @@ struct Line {
   }
 };
 
-// Whether an array is known to be computed of few others, and not of `result`: a layer's frequencies are, which nothing
-// computes before its first call, and so are the buffers of a cache that has just been made.
-bool is_of_few_but(const mx::array& array, const mx::array& result) {
-  constexpr size_t most = 64;
-  std::vector<const mx::array*> seen = {&array};
-  const auto is_seen = [&](const mx::array& input) {
-    return std::any_of(seen.begin(), seen.end(), [&](const mx::array* one) { return one->id() == input.id(); });
-  };
-  for (size_t i = 0; i < seen.size(); ++i) {
-    if (seen[i]->id() == result.id() || seen.size() > most) {
-      return false;
-    }
-    if (is_pending(*seen[i])) {
-      for (const mx::array& input : seen[i]->inputs()) {
-        if (is_pending(input) && !is_seen(input)) {
-          seen.push_back(&input);
-        }
-      }
-    }
-  }
-  return true;
-}
-
 // Heads as they were before a norm that came before their axes changed places, and the norm.
 std::optional<PendingRmsNorm> unnormed(const mx::array& heads) {
   if (auto norm = pending_rms_norm(heads)) {

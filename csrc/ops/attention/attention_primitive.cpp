@@ -10,6 +10,7 @@
 #include "ops/attention/attention_composed.h"
 #include "ops/attention/plan.h"
 #include "ops/attention/row_keys.h"
+#include "ops/cache/cache_step.h"
 #include "runtime/array_layout.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
@@ -200,6 +201,9 @@ class Attention : public KernelPrimitive {
     auto primitive = std::make_shared<Attention>(stream, options, logsumexp);
     std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
     if (logsumexp == Logsumexp::none) {
+      if (auto joined = join_step(inputs, primitive, shapes[0])) {
+        return {*std::move(joined)};
+      }
       return {only_output(std::move(shapes[0]), std::move(primitive), std::move(inputs))};
     }
     return mx::array::make_arrays(std::move(shapes), {inputs[0].dtype(), mx::float32}, primitive, inputs);

@@ -1,9 +1,12 @@
 #include "ops/cache/cache_step.h"
 
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
 #include "backends/memory.h"
+#include "mlx/primitives.h"
 #include "mlx_internals/buffer_ownership.h"
 #include "runtime/array_layout.h"
 
@@ -19,14 +22,31 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
       : mx::Primitive(append.primitive->stream()),
         append_(append.primitive),
         queries_(append.queries),
+        input_count_(append.inputs.size()),
         buffer_count_(append.buffers),
         attending_(std::move(attending)) {}
 
+  // The same append, with an attention.
+  CacheStepPrimitive(const CacheStepPrimitive& other, Attending attending)
+      : mx::Primitive(other.append_->stream()),
+        append_(other.append_),
+        queries_(other.queries_),
+        input_count_(other.input_count_),
+        buffer_count_(other.buffer_count_),
+        attending_(std::move(attending)) {}
+
+  size_t buffers() const {
+    return buffer_count_;
+  }
+  bool attends() const {
+    return attending_.has_value();
+  }
+
   // The arrays of the buffers are evaluated with the result, as other outputs are: who holds them may be another
   // thread, where the stream is not.
-  void promise(const CacheStep& step) {
-    result_ = Promised(step.result);
-    for (const mx::array& buffer : step.buffers) {
+  void promise(const mx::array& result, const Arrays& buffers) {
+    result_ = Promised(result);
+    for (const mx::array& buffer : buffers) {
       buffers_.emplace_back(buffer);
     }
   }
@@ -45,13 +65,14 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
   void plan(const Arrays& inputs, const Arrays& outputs, CallPlan& plan) override {
     Arrays all = {stand_in(queries_, outputs[0].dtype())};
     all.insert(all.end(), inputs.begin() + 1, inputs.begin() + 1 + static_cast<std::ptrdiff_t>(buffer_count_));
-    append_->plan(inputs, all, plan);
+    append_->plan({inputs.begin(), inputs.begin() + static_cast<std::ptrdiff_t>(input_count_)}, all, plan);
     if (auto* attention = attending_ ? dynamic_cast<Plannable*>(attending_->primitive.get()) : nullptr) {
       for (size_t i = 1; i <= buffer_count_; ++i) {
         mx::Shape seen = all[i].shape();
-        seen[tokens_axis] = attending_->end;
+        seen[tokens_axis] = attending_->end - attending_->first;
         all[i] = stand_in(std::move(seen), all[i].dtype());
       }
+      all.insert(all.end(), inputs.begin() + static_cast<std::ptrdiff_t>(input_count_), inputs.end());
       attention->plan(all, {stand_in(attending_->shape, outputs[0].dtype())}, plan);
     }
   }
@@ -66,6 +87,7 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
     for (size_t i = 1; i <= buffer_count_; ++i) {
       all.push_back(unmade(inputs[i].shape(), inputs[i]));
     }
+    Arrays others = taken(outputs[0].inputs());
     ((*append_).*eval)(inputs, all);
     Arrays kept;
     kept.reserve(2 + buffer_count_);
@@ -80,6 +102,8 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
       for (size_t i = 1; i <= buffer_count_; ++i) {
         seen.push_back(seen_of(all[i]));
       }
+      seen.insert(seen.end(), others.begin(), others.end());
+      kept.insert(kept.end(), others.begin(), others.end());
       Arrays attended = {unmade(attending_->shape, outputs[0])};
       ((*attending_->primitive).*eval)(seen, attended);
       outputs[0].copy_shared_buffer(attended[0], outputs[0].strides(), attended[0].flags(), attended[0].data_size());
@@ -89,7 +113,20 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
     count_apart(outputs[0]);
     kept.push_back(uncounted(outputs[0]));
     keep_until_done(std::move(kept), stream());
-    hand_over({all.begin() + 1, all.end()}, outputs[0]);
+    Arrays made(all.begin() + 1, all.end());
+    if (buffers_.size() > buffer_count_) {
+      made.push_back(all[0]);
+    }
+    hand_over(std::move(made), outputs[0]);
+  }
+
+  // What the attention alone reads, taken out of the step's inputs: those left are the append's, which a copy would
+  // hold so that it could not update them in place.
+  Arrays taken(Arrays& inputs) const {
+    const auto first = inputs.begin() + static_cast<std::ptrdiff_t>(std::min(input_count_, inputs.size()));
+    Arrays others(std::make_move_iterator(first), std::make_move_iterator(inputs.end()));
+    inputs.erase(first, inputs.end());
+    return others;
   }
 
   static mx::array unmade(mx::Shape shape, const mx::array& like) {
@@ -98,12 +135,14 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
 
   mx::array seen_of(const mx::array& buffer) const {
     mx::Shape shape = buffer.shape();
-    shape[tokens_axis] = attending_->end;
+    shape[tokens_axis] = attending_->end - attending_->first;
+    const bool is_whole = shape == buffer.shape();
     mx::array seen = unmade(std::move(shape), buffer);
     auto flags = buffer.flags();
-    flags.row_contiguous = flags.contiguous = attending_->end == buffer.shape(tokens_axis);
+    flags.row_contiguous = flags.contiguous = is_whole;
     flags.col_contiguous = false;
-    seen.copy_shared_buffer(buffer, buffer.strides(), flags, buffer.data_size());
+    const int64_t offset = attending_->first * buffer.strides(tokens_axis);
+    seen.copy_shared_buffer(buffer, buffer.strides(), flags, buffer.data_size() - offset, offset);
     count_apart(seen);
     return seen;
   }
@@ -120,16 +159,21 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
 
   std::shared_ptr<KernelPrimitive> append_;
   mx::Shape queries_;
+  size_t input_count_;  // of the append, before what else the attention reads
   size_t buffer_count_;
   std::optional<Attending> attending_;
   std::optional<Promised> result_;
-  std::vector<Promised> buffers_;
+  std::vector<Promised> buffers_;  // and the queries, if an attention joined the step
 };
 
 // A buffer of a step, until the step fulfils its promise.
 class CacheBuffer : public mx::Primitive {
  public:
   CacheBuffer(mx::Stream stream, size_t which) : mx::Primitive(stream), which_(which) {}
+
+  size_t which() const {
+    return which_;
+  }
 
   const char* name() const override {
     return "MittensCacheBuffer";
@@ -154,6 +198,29 @@ class CacheBuffer : public mx::Primitive {
   size_t which_;
 };
 
+// Tokens of an array: all of it, or a view of the whole of its other axes.
+struct Tokens {
+  mx::array of;
+  int first;
+  int end;
+
+  static Tokens in(const mx::array& view) {
+    if (!is_primitive(view, "Slice") || view.ndim() != 4) {
+      return {view, 0, view.ndim() == 4 ? view.shape(tokens_axis) : 0};
+    }
+    const mx::array& whole = view.inputs()[0];
+    const auto [start, stop, strides] = static_cast<const mx::Slice&>(view.primitive()).state();
+    mx::Shape first(4, 0), end = whole.shape();
+    first[tokens_axis] = start[tokens_axis];
+    end[tokens_axis] = first[tokens_axis] + view.shape(tokens_axis);
+    if (start != first || view.shape() != mx::Shape{end[0], end[1], view.shape(tokens_axis), end[3]} ||
+        strides != mx::Shape(4, 1)) {
+      return {view, 0, view.shape(tokens_axis)};
+    }
+    return {whole, first[tokens_axis], end[tokens_axis]};
+  }
+};
+
 // Memory without a launch.
 class CacheRoom : public mx::Primitive {
  public:
@@ -172,6 +239,71 @@ class CacheRoom : public mx::Primitive {
 };
 
 }  // namespace
+
+bool is_of_few_but(const mx::array& array, const mx::array& result) {
+  constexpr size_t most = 64;
+  std::vector<const mx::array*> seen = {&array};
+  const auto is_seen = [&](const mx::array& input) {
+    return std::any_of(seen.begin(), seen.end(), [&](const mx::array* one) { return one->id() == input.id(); });
+  };
+  for (size_t i = 0; i < seen.size(); ++i) {
+    if (seen[i]->id() == result.id() || seen.size() > most) {
+      return false;
+    }
+    if (is_pending(*seen[i])) {
+      for (const mx::array& input : seen[i]->inputs()) {
+        if (is_pending(input) && !is_seen(input)) {
+          seen.push_back(&input);
+        }
+      }
+    }
+  }
+  return true;
+}
+
+std::optional<mx::array> join_step(const Arrays& inputs, const std::shared_ptr<mx::Primitive>& attention,
+                                   const mx::Shape& shape) {
+  mx::array queries = inputs[0];
+  if (!is_pending(queries) || queries.is_tracer() || queries.ndim() != 4 || queries.shape(tokens_axis) != 1 ||
+      queries.primitive().stream() != attention->stream()) {
+    return std::nullopt;
+  }
+  const auto* step = dynamic_cast<const CacheStepPrimitive*>(&queries.primitive());
+  if (!step || step->attends() || inputs.size() < 1 + step->buffers()) {
+    return std::nullopt;
+  }
+  Arrays buffers;
+  std::optional<Tokens> seen;
+  for (size_t i = 0; i < step->buffers(); ++i) {
+    const Tokens tokens = Tokens::in(inputs[1 + i]);
+    const bool is_buffer = is_pending(tokens.of) && !tokens.of.is_tracer() && tokens.of.inputs().size() == 1 &&
+                           tokens.of.inputs()[0].id() == queries.id();
+    const auto* buffer = is_buffer ? dynamic_cast<const CacheBuffer*>(&tokens.of.primitive()) : nullptr;
+    if (!buffer || buffer->which() != i || (seen && (seen->first != tokens.first || seen->end != tokens.end))) {
+      return std::nullopt;
+    }
+    seen = tokens;
+    buffers.push_back(tokens.of);
+  }
+  const auto others = inputs.begin() + 1 + static_cast<std::ptrdiff_t>(step->buffers());
+  if (!std::all_of(others, inputs.end(), [&](const mx::array& other) { return is_of_few_but(other, queries); })) {
+    return std::nullopt;
+  }
+  const mx::Stream stream = attention->stream();
+  auto joined = std::make_shared<CacheStepPrimitive>(*step, Attending{attention, shape, seen->end, seen->first});
+  Arrays of_joined = queries.inputs();
+  of_joined.insert(of_joined.end(), others, inputs.end());
+  mx::array result(shape, queries.dtype(), joined, std::move(of_joined));
+  // Who holds the queries has them by the buffers' way.
+  queries.primitive_ptr() = std::make_shared<CacheBuffer>(stream, buffers.size());
+  queries.inputs() = {result};
+  for (mx::array& buffer : buffers) {
+    buffer.inputs() = {result};
+  }
+  buffers.push_back(queries);
+  joined->promise(result, buffers);
+  return result;
+}
 
 mx::array unwritten_buffer(mx::Shape shape, mx::Dtype dtype, mx::Stream stream) {
   return mx::array(std::move(shape), dtype, std::make_shared<CacheRoom>(stream), {});
@@ -199,7 +331,7 @@ CacheStep cache_step(Append append, std::optional<Attending> attending, std::opt
     step.buffers.emplace_back(buffers[i].shape(), buffers[i].dtype(), std::make_shared<CacheBuffer>(stream, i),
                               Arrays{*result});
   }
-  primitive->promise(step);
+  primitive->promise(step.result, step.buffers);
   return step;
 }
 

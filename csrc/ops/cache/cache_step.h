@@ -18,11 +18,12 @@ struct Append {
   size_t buffers;  // the number of inputs after the first
 };
 
-// An attention over the first tokens of the buffers.
+// An attention over tokens of the buffers.
 struct Attending {
-  std::shared_ptr<mx::Primitive> primitive;  // of queries and the buffers
+  std::shared_ptr<mx::Primitive> primitive;  // of queries and the buffers, and of more
   mx::Shape shape;  // of its output
-  int end;  // the tokens that it sees
+  int end;  // behind the tokens that it sees
+  int first = 0;
 };
 
 // The queries, or the attention as [batch, tokens, heads * width] of one token, and the buffers.
@@ -34,6 +35,16 @@ struct CacheStep {
 // Its buffers may be updated in place while work on them is on its way. It has no derivatives. A pending array of the
 // queries' shape and dtype that is given becomes its result.
 CacheStep cache_step(Append append, std::optional<Attending> attending, std::optional<mx::array> result = std::nullopt);
+
+// The attention of one token as a part of the pending append whose queries and buffers it has: these may then be
+// updated in place while it is on its way. inputs: queries, views of tokens of the buffers, and what else the attention
+// reads. shape: of its output. None where the queries are no append's, or it has computed them.
+std::optional<mx::array> join_step(const Arrays& inputs, const std::shared_ptr<mx::Primitive>& attention,
+                                   const mx::Shape& shape);
+
+// Whether an array is known to be computed of few others, and not of `result`: a layer's frequencies are, which nothing
+// computes before its first call, and so are the buffers of a cache that has just been made.
+bool is_of_few_but(const mx::array& array, const mx::array& result);
 
 // A buffer whose elements nobody has written: for an append that writes all of them.
 mx::array unwritten_buffer(mx::Shape shape, mx::Dtype dtype, mx::Stream stream);
