@@ -103,11 +103,11 @@ def test_what_the_op_lacks_is_mlx_lms_own(rng):
         assert "sample" not in mm.stats()
 
 
-def test_a_sampler_is_hashed_by_who_it_is():
-    """As mlx-lm's functions are: it may be the key of a dictionary."""
+def test_a_sampler_of_the_same_options_is_the_same():
+    """mlx-lm's batches draw in one call where all requests share it; it may be the key of a dictionary."""
     with mm.patched():
-        a, b = (sample_utils.make_sampler(0.7, top_k=5) for _ in range(2))
-    assert {a: 1, b: 2}[a] == 1 and a != b
+        a, b, c = (sample_utils.make_sampler(0.7, top_k=k) for k in (5, 5, 6))
+    assert a is b and {a: 1, c: 2}[a] == 1 and a != c
 
 
 def test_errors_are_mlx_lms_own():
@@ -262,6 +262,48 @@ def test_a_batch_with_logits_processors(tmp_path):
     expected = texts()
     with mm.patched(**ALONE):
         assert texts() == expected
+
+
+ROWS = {
+    "alike": [PROCESSORS["all"]] * 3,
+    "of their own": [PROCESSORS["all"], PROCESSORS["frequency"], {}],
+    "of few tokens": [PROCESSORS["presence"], {}, PROCESSORS["all"]],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 0.8, "top_k": 9, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("what", ROWS)
+def test_rows_of_a_batch_are_penalized_in_the_launches_of_the_draw(dtype, rng, what, options):
+    """As mlx-lm's batches do it, a row after the other: bit for bit what each row gives alone."""
+    logits = mx.array(3 * rng.standard_normal((3, 9000)).astype(np.float32)).astype(dtype)
+    tokens = [mx.array(rng.integers(0, 9, n).astype(np.int32)) for n in (40, 7, 3)]
+    mx.eval(logits, tokens)
+
+    def processed() -> mx.array:
+        rows = []
+        for row, given in enumerate(ROWS[what]):
+            x = logits[row : row + 1]
+            for processor in sample_utils.make_logits_processors(**given):
+                x = processor(tokens[row], x)
+            rows.append(x)
+        return mx.concatenate(rows, axis=0)
+
+    def drawn_of(sampler) -> tuple[mx.array, mx.array]:
+        x = processed()
+        logprobs = x - mx.logsumexp(x, axis=-1, keepdims=True)
+        return sampler(logprobs), logprobs
+
+    expected = mm.sample(processed(), temperature=0.0, logprobs="all")
+    with mm.patched():
+        sampler = sample_utils.make_sampler(**options)
+        drawn, logprobs = drawn_of(sampler)
+        again = drawn_of(sampler)
+        launched = launched_on_apple(lambda: (again[0], again[1] + 0))
+    ours = [name.rpartition("_")[0] for name in launched if name.startswith("sample")]
+    assert ours == ["sample_adjusted", "sample_logprobs"], launched
+    np.testing.assert_array_equal(specs.widen(logprobs), specs.widen(expected[1]))
+    if not options:
+        np.testing.assert_array_equal(np.array(drawn), np.array(expected[0]))
 
 
 def test_logits_processors_that_are_not_known_are_mlx_lms_own():
