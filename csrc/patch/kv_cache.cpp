@@ -18,6 +18,7 @@
 #include "ops/attention/attention.h"
 #include "ops/cache/cache_step.h"
 #include "patch/deferred_rope.h"
+#include "patch/function_wrapper.h"
 #include "patch/nn_module.h"
 #include "python/registry.h"
 #include "runtime/checks.h"
@@ -545,18 +546,40 @@ std::optional<Place> place_of_tokens(const Rotating& cache, const mx::array& new
   return Place{std::move(made), before, before + tokens, dropped, false};
 }
 
-std::optional<Place> place_of(const Rotating& cache, const mx::array& new_keys, const mx::array& new_values) {
+// Whether a full window of this class keeps its tokens in their order, as a prompt leaves them: exact attention adds
+// them up in the order that they have, which in a rotated window depends on the batch. The masks are of that order
+// then.
+bool keeps_order(nb::handle cache) {
+  static PyObject* const mask = name("make_mask");
+  static PyObject* const update = name("update_and_fetch");
+  return is_exact() && is_patched(attribute(cache.type(), mask)) && is_patched(attribute(cache.type(), update));
+}
+
+std::optional<Place> place_of(nb::handle cache, const Rotating& found, const mx::array& new_keys,
+                              const mx::array& new_values) {
   if (!are_heads(new_keys, new_values)) {
     return std::nullopt;
   }
-  return new_keys.shape(tokens_axis) == 1 ? place_of_token(cache, new_keys, new_values)
-                                          : place_of_tokens(cache, new_keys, new_values);
+  const bool is_full = found.is_rotated || found.index >= found.most;
+  const bool in_place = new_keys.shape(tokens_axis) == 1 && !(is_full && keeps_order(cache));
+  return in_place ? place_of_token(found, new_keys, new_values) : place_of_tokens(found, new_keys, new_values);
 }
 
+// turned: whether keys are appended as they are, where no append turns them.
 std::optional<Seen> put_into_place(nb::handle cache, const Place& place, const Arrays& held, const mx::array& new_keys,
-                                   const mx::array& new_values) {
+                                   const mx::array& new_values, bool turned) {
   if (place.made) {
-    return put_into_new(cache, *place.made, held, new_keys, new_values, place.first, place.end);
+    auto seen = put_into_new(cache, *place.made, held, new_keys, new_values, place.first, place.end);
+    if (seen || !turned) {
+      return seen;
+    }
+    const mx::array* const fresh[] = {&new_keys, &new_values};
+    Arrays whole;
+    for (int i : {0, 1}) {
+      whole.push_back(appended((*place.made)[i], *fresh[i], place.first));
+      nb::setattr(cache, nb::handle(buffer_names()[i]), nb::cast(whole[i]));
+    }
+    return Seen{tokens_until(whole[0], place.end), tokens_until(whole[1], place.end)};
   }
   const nb::object keys = attribute(cache, buffer_names()[0]), values = attribute(cache, buffer_names()[1]);
   return put_into_cache(*as_array(keys), *as_array(values), new_keys, new_values, place.first, place.end);
@@ -564,7 +587,7 @@ std::optional<Seen> put_into_place(nb::handle cache, const Place& place, const A
 
 // mlx-lm's RotatingKVCache.update_and_fetch, but where the buffers grow or shrink and no append is in them.
 std::optional<Seen> try_rotating_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
-                                                  const mx::array& new_values) {
+                                                  const mx::array& new_values, bool turned) {
   static PyObject* const kind = name("RotatingKVCache");
   static PyObject* const index_name = name("_idx");
   static PyObject* const kept_name = name("keep");
@@ -574,8 +597,8 @@ std::optional<Seen> try_rotating_update_and_fetch(const nb::object& cache, const
     return std::nullopt;
   }
   found->is_rotated = found->index != found->size() && found->index < found->tokens;
-  const auto place = place_of(*found, new_keys, new_values);
-  auto seen = place ? put_into_place(cache, *place, *held, new_keys, new_values) : std::nullopt;
+  const auto place = place_of(cache, *found, new_keys, new_values);
+  auto seen = place ? put_into_place(cache, *place, *held, new_keys, new_values, turned) : std::nullopt;
   if (seen) {
     const int tokens = new_keys.shape(tokens_axis);
     nb::setattr(cache, nb::handle(offset_name()), nb::int_(found->tokens + tokens));
@@ -586,7 +609,7 @@ std::optional<Seen> try_rotating_update_and_fetch(const nb::object& cache, const
 
 // The same of mlx-lm's BatchRotatingKVCache, but for prompts that end at several places.
 std::optional<Seen> try_batch_rotating_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
-                                                        const mx::array& new_values) {
+                                                        const mx::array& new_values, bool turned) {
   static PyObject* const kind = name("BatchRotatingKVCache");
   static PyObject* const index_name = name("_idx");
   static PyObject* const count_name = name("_offset");
@@ -603,8 +626,8 @@ std::optional<Seen> try_batch_rotating_update_and_fetch(const nb::object& cache,
     return std::nullopt;
   }
   found->is_rotated = attribute<bool>(cache, rotated_name);
-  const auto place = place_of(*found, new_keys, new_values);
-  auto seen = place ? put_into_place(cache, *place, *held, new_keys, new_values) : std::nullopt;
+  const auto place = place_of(cache, *found, new_keys, new_values);
+  auto seen = place ? put_into_place(cache, *place, *held, new_keys, new_values, turned) : std::nullopt;
   if (!seen) {
     return std::nullopt;
   }
@@ -638,6 +661,17 @@ auto with_keys_alike(const nb::object& cache, mx::array& new_keys, mx::array& ne
   auto seen = try_update(cache, new_keys, new_values);
   if (is_exact() && is_nothing(seen)) {
     turn_as_append_does(new_keys, new_values);
+  }
+  return seen;
+}
+
+// The same of windows: a full one keeps the order of its tokens by itself.
+template <auto try_update>
+std::optional<Seen> windows_with_keys_alike(const nb::object& cache, mx::array& new_keys, mx::array& new_values) {
+  auto seen = try_update(cache, new_keys, new_values, false);
+  if (is_exact() && !seen) {
+    turn_as_append_does(new_keys, new_values);
+    seen = try_update(cache, new_keys, new_values, true);
   }
   return seen;
 }
@@ -730,10 +764,11 @@ void bind(nb::module_& module) {
              "values"_a);
   module.def("try_batch_update_and_fetch", &with_keys_alike<try_batch_update_and_fetch>, "cache"_a, "keys"_a,
              "values"_a);
-  module.def("try_rotating_update_and_fetch", &with_keys_alike<try_rotating_update_and_fetch>, "cache"_a, "keys"_a,
-             "values"_a);
-  module.def("try_batch_rotating_update_and_fetch", &with_keys_alike<try_batch_rotating_update_and_fetch>, "cache"_a,
+  module.def("try_rotating_update_and_fetch", &windows_with_keys_alike<try_rotating_update_and_fetch>, "cache"_a,
              "keys"_a, "values"_a);
+  module.def("try_batch_rotating_update_and_fetch", &windows_with_keys_alike<try_batch_rotating_update_and_fetch>,
+             "cache"_a, "keys"_a, "values"_a);
+  module.def("keeps_order", &keeps_order, "cache"_a, "Whether a full window's tokens stay in their order.");
   module.def("try_quantized_update_and_fetch", &with_keys_alike<try_quantized_update_and_fetch>, "cache"_a, "keys"_a,
              "values"_a);
   module.def("try_append_packed", &with_keys_alike<try_append_packed>, "cache"_a, "keys"_a, "values"_a);

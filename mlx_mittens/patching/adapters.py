@@ -71,8 +71,19 @@ def causal_mask(
 
 def rotating_mask(cache: Any, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
     """The mask of a batch of windows whose tokens are in their order."""
-    if N == 1 and (cache.rotated or cache._idx >= cache.max_size):
-        return None
-    dropped = max(cache._idx - cache.max_size + int(N > 1), 0)
+    held, is_one = cache._idx, N == 1
+    if is_one and (cache.rotated or held >= cache.max_size):
+        if not _ext.keeps_order(cache):
+            return None
+        held, is_one = cache.keys.shape[2] if cache.rotated else held, False
+    dropped = max(held - cache.max_size + int(not is_one), 0)
     padding = cache.left_padding - dropped if dropped else cache.left_padding
     return causal_mask(N, min(cache.max_size - 1, cache._offset), window_size or cache.max_size, None, padding)
+
+
+def window_mask(cache: Any, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+    """The mask of a token over a full window that is wider than what it sees, whose tokens stay in their order."""
+    is_narrow = isinstance(window_size, int) and window_size < cache.max_size <= cache.offset
+    if N != 1 or not is_narrow or not _ext.keeps_order(cache):
+        return None
+    return mx.arange(cache.max_size) >= cache.max_size - window_size

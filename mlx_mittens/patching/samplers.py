@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,13 @@ def make_sampler(
     lacks = xtc_probability > 0 or (min_p != 0 and min_tokens_to_keep != 1)
     if lacks or not temp > 0 or not 0 <= min_p <= 1 or not isinstance(top_k, int):
         return None
-    return _Sampler(temp, {"top_k": max(top_k, 0), "top_p": top_p if 0 < top_p < 1 else 0.0, "min_p": min_p})
+    return _sampler(float(temp), max(top_k, 0), top_p if 0 < top_p < 1 else 0.0, float(min_p))
+
+
+@functools.lru_cache(64)
+def _sampler(temperature: float, top_k: int, top_p: float, min_p: float) -> _Sampler:
+    """One for all requests with these options: mlx-lm's batches draw for all rows in one call where they share it."""
+    return _Sampler(temperature, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,6 +83,17 @@ _FUNCTIONS = [
         text="c0cc60064e78ff42",
     ),
     Target(
+        "scaled_dot_product_attention",
+        "scaled_dot_product_attention",
+        "mlx_lm.models.cache",
+        "RotatingKVCache.make_mask",
+        adapters.window_mask,
+        ("self", "N", "window_size", "return_array"),
+        optional=True,
+        partial=True,  # a full window that exact attention reads in its order
+        text="31880f32207f3401",
+    ),
+    Target(
         "cache",
         "cache",
         "mlx_lm.models.cache",

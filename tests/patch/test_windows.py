@@ -114,6 +114,35 @@ def test_tokens_into_a_rotating_cache(most, keep, prompt, together):
     np.testing.assert_allclose(np.array(ours.keys), np.array(theirs.keys), atol=LAYERS)
 
 
+@pytest.mark.parametrize("narrow", [None, 5])
+@pytest.mark.parametrize("rope", [True, False], ids=["turned", "as they are"])
+@pytest.mark.parametrize("most, keep, prompt", [(8, 0, 5), (8, 0, 20), (12, 4, 30)], ids=str)
+def test_a_full_window_keeps_its_order_where_it_is_exact(most, keep, prompt, rope, narrow):
+    """Attention sees the same tokens; they stand in their order, which exact sums rest on."""
+
+    def attended(made, rng):
+        results = []
+        for tokens in (prompt, *[1] * 15):
+            q, k, v = heads(rng, tokens, tokens)
+            if rope:
+                q, k = (
+                    mx.fast.rope(a * 1, 64, traditional=False, base=1e4, scale=1.0, offset=made.offset) for a in (q, k)
+                )
+            mask = made.make_mask(tokens, window_size=narrow if tokens == 1 else None)
+            keys, values = made.update_and_fetch(k, v)
+            results.append(mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.125, mask=mask))
+        return np.concatenate([np.array(y) for y in results], axis=2)
+
+    theirs, ours = cache.RotatingKVCache(most, keep), cache.RotatingKVCache(most, keep)
+    expected = attended(theirs, np.random.default_rng(2))
+    with mm.patched(exact=True):
+        found = attended(ours, np.random.default_rng(2))
+    if not (narrow and keep):  # the mask of mlx-lm takes tokens that are always kept for old ones
+        np.testing.assert_allclose(found, expected, atol=LAYERS)
+    assert ours.offset == theirs.offset and ours._idx == ours.keys.shape[2] == most
+    np.testing.assert_allclose(np.array(ours.keys), np.array(theirs._temporal_order(theirs.keys)), atol=LAYERS)
+
+
 def compared(kind, arguments, lengths, together, drafts=0):
     """A cache under the patch and mlx-lm's after the same tokens, each step with one append."""
     theirs, ours = kind(*arguments), kind(*arguments)
