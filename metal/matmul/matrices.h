@@ -11,6 +11,7 @@
 
 #include "matmul/rows.h"
 #include "matmul/splitk_mma.h"
+#include "mittens/instantiate.h"
 #include "mittens/tile.h"
 
 namespace mittens {
@@ -66,6 +67,8 @@ inline void multiply_matrices(
   using Values = typename Source::Values;
   constexpr int half_run = Values::size / 2;
   constexpr uint width = 4 * Values::size;
+  // Matrices of a sum. In float32 a step has several sums, as errors grow with the length of one.
+  constexpr int chain = is_same_v<T, float> && !is_nvidia ? 2 : half_run;
   static_assert(width == kMatrixStep, "the plan counts with another step");
   const uint of_weights = tile_column(at.lane) / 2 * Values::size;
   const uint of_x = tile_row(at.lane) * half_run;
@@ -93,13 +96,16 @@ inline void multiply_matrices(
 #pragma unroll
     for (int i = 0; i < N * R; ++i) {
       const DequantizedRun<T, Source> run = dequantized_run<T, Source>(runs[i], is_there);
-      float2 products = float2(0.0f);  // apart from the sums: in one long sum errors would grow
 #pragma unroll
-      for (int u = 0; u < half_run; ++u) {
-        const float2 left = float2(run.at(first_of_pair<half_run>(u)), run.at(second_of_pair<half_run>(u)));
-        products = multiply_tiles<float>(left, float2(float(right[0][u]), float(right[1][u])), products);
+      for (int part = 0; part < half_run; part += chain) {
+        float2 products = float2(0.0f);  // apart from the sums: in one long sum errors would grow
+#pragma unroll
+        for (int u = part; u < part + chain; ++u) {
+          const float2 left = float2(run.at(first_of_pair<half_run>(u)), run.at(second_of_pair<half_run>(u)));
+          products = multiply_tiles<float>(left, float2(float(right[0][u]), float(right[1][u])), products);
+        }
+        sums.at[i][0] += products;
       }
-      sums.at[i][0] += products;
     }
   }
 }

@@ -5,10 +5,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers.matrices import draw, exact_product
-from helpers.tolerances import OUTLIERS, SUMS, assert_product_right, of_terms
+from helpers.tolerances import OUTLIERS, SUMS, assert_product_right, assert_right, of_terms
 
 import mlx_mittens as mm
-from mlx_mittens.specs import Exact, dequantized, widen
+from mlx_mittens.specs import Case, Exact, dequantized, widen
+from mlx_mittens.specs import get as op_of
 
 # mode, bits, group size
 AFFINE = [("affine", bits, group) for bits in (2, 3, 5, 6) for group in (32, 64, 128)]
@@ -78,6 +79,19 @@ def test_several_rows(rng, dtype, form, rows, groups, other, transpose):
         y = multiply(x, arrays, form, transpose, bias)
         mx.eval(y)
     assert_product_right(y, exact_product(widen(x), w if transpose else w.T, widen(bias)), dtype)
+
+
+@pytest.mark.parametrize(
+    "form, seeds", [(FLOATS[1], (19, 20, 33, 136)), (FLOATS[2], (110, 142, 263, 318))], ids=("mxfp8", "nvfp4")
+)
+def test_sums_of_matrices_are_short(form, seeds):
+    """Draws that sums of 64 or of 32 float32 products took further off than rounding and mx's own error allow."""
+    mode, bits, group = form
+    options = {"transpose": True, "group_size": group, "bits": bits, "mode": mode}
+    case, op = Case("test", (3, 576, 6), options), op_of("quantized_matmul")
+    for seed in seeds:
+        with mm.simulator.enabled(seed=seed + 1, gpu="m1"):
+            assert_right(op, case, op.draw(np.random.default_rng(seed), case, mx.float32))
 
 
 def test_several_panels(rng, native, form):
