@@ -665,7 +665,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
   const Choice choice = calibrated(product_problem(kernels.op, dtype, affine_number(format), sizes), stream);
   const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
   const bool all = has_affine_kernels(format);
-  const uint32_t most_rows = all ? kernels.most_shared_rows : 1;
+  const uint32_t most_rows = all ? 4 : 1;  // of x in the kernel by rows, which rare formats have for one
   AffinePlan plan{};
   plan.kernel = choose(affine_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](AffineKernel kernel) {
     switch (kernel) {

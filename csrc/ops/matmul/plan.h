@@ -204,7 +204,6 @@ struct AffineKernels {
   uint32_t matrices;
   uint32_t most_rows;  // of x in a threadgroup of the kernel by rows for NVIDIA GPUs
   bool has_tiles;  // on NVIDIA GPUs
-  uint32_t most_shared_rows;  // of x that the kernel by rows takes; one in rare formats
   bool has_qmm_tiles = false;
 };
 

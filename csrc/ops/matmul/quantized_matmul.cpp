@@ -44,7 +44,7 @@ const Name transposed_file = "matmul/qvm.metal";
 const Name qvm_tiles_file = "matmul/apple/qvm_tiles.metal";
 const Name nvidia_transposed_file = "matmul/nvidia/qvm.metal";
 constexpr uint32_t most_kernel_rows = 8;  // of x that a kernel takes at once
-constexpr AffineKernels kernels{op, 1, most_kernel_rows, true, 4, true};
+constexpr AffineKernels kernels{op, 1, most_kernel_rows, true, true};
 
 // x [.., rows, columns], w, scales and biases [.., rows, ..] and bias [outputs], if there is one -> y [.., rows,
 // outputs]. The axes before w's last two are x's, or 1 at the end: there x's axes count as rows. exact: every matrix is

@@ -33,7 +33,7 @@ const Name file = "matmul/quantized_swiglu.metal";
 const Name tiles_file = "matmul/apple/swiglu_tiles.metal";
 const Name nvidia_rows_file = "matmul/nvidia/quantized_swiglu.metal";
 const Name row_file = "matmul/nvidia/quantized_swiglu_mma.metal";
-constexpr AffineKernels kernels{op, 2, 4, false, 2, true};
+constexpr AffineKernels kernels{op, 2, 4, false, true};
 
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
