@@ -32,6 +32,8 @@ SCHEDULES: tuple[tuple[str, dict[str, int], tuple[int, ...], tuple[str, ...]], .
     ("quantized_matmul", {"bits": 4}, (4,), ("rows", "tiles")),
     ("quantized_matmul", {"bits": 4}, (8,), ("tiles",)),
     ("quantized_matmul", {"bits": 4}, (16,), ("tiles", "qmm_tiles")),
+    ("quantized_swiglu", {"bits": 4}, (4,), ("rows", "tiles")),
+    ("quantized_swiglu", {"bits": 8}, (4,), ("rows", "tiles")),
 )
 FILE = Path(__file__).parents[1] / "results" / "products.md"
 
