@@ -75,6 +75,17 @@ def test_softmax(kind, type_name, seed, rng):
     near(y.astype(np.float64), softmax(x.astype(np.float64)), tolerance)
 
 
+def test_binary(rng):
+    """Its header has a log in constant memory, which is made from strings there."""
+    instantiation = ("divide", "binary_vv, float, float, Divide")
+    file = source("mlx_binary.metal", ["utils.h", "binary_ops.h", "binary.h"], instantiation)
+    a, b = (rng.standard_normal(77).astype(np.float32) for _ in range(2))
+    c = np.zeros_like(a)
+    data = [("input", a), ("input", b), ("output", c), np.array([77], np.uint32).tobytes()]
+    run(file, "divide", data, 2, 32)
+    assert (c == a / b).all()
+
+
 def gemv_data(matrix, vector, out, inner, outer):
     return [
         ("input", matrix), ("input", vector), ("input", np.zeros(1, np.float32)), ("output", out),

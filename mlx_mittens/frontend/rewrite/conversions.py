@@ -30,7 +30,8 @@ _COPY = re.compile(
 )
 # An object with a constructor of its own in constant memory: it becomes one of no address space.
 _IN_CONSTANT = re.compile(
-    r"no matching constructor for initialization of '(?:const )?__attribute__\(\(address_space\([04]\)\)\)"
+    r"no matching constructor for initialization of '(?:const )?"
+    r"(?:constant |__attribute__\(\(address_space\([04]\)\)\))"
 )
 _PLAIN, _COMMENT = "plain", "comment"
 _ASSIGNMENT = re.compile(r"no viable overloaded '(?P<operator>[-+*/%&|^]?=|<<=|>>=)'")

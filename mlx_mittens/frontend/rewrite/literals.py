@@ -31,7 +31,7 @@ def _string(draft: Draft, i: int) -> None:
     while draft.token(before) not in ("(", ";", "{", "}", ""):
         before = draft.partner[before] - 1 if draft.tokens[before] in CLOSE else before - 1
     if draft.token(before - 1) not in _OF_STRINGS:
-        draft.edits.append((draft.spans[i][0], draft.spans[i][0], "(constant const char*)("))
+        draft.edits.append((draft.spans[i][0], draft.spans[i][0], "(constant char*)("))
         draft.insert(end, ")")
 
 
