@@ -44,7 +44,8 @@ norms, which its wheel lacks, are those of its repository at 846d176 (`MLX_MITTE
 the benchmark that were simulated in the time at hand. An attention is batch x heads x key heads x queries x keys x
 width. Of a time with a star the machine code's instructions miss the simulator's counts by more than 10 %: Mesa splits
 loads of vectors. Products of matrices and barriers are counted alike.
-MLX's matrix units are not in the figures of the M5: where MLX uses them the plan leaves the call to mx.
+The figures of the M5 were made before MLX's kernels for matrix units ran in the simulator, and have none of them: where
+MLX uses the units the plan leaves the call to mx. [int8-prompts.md](int8-prompts.md) has one of them.
 """
 
 

@@ -61,8 +61,9 @@ calibration tries the other schedules on the user's own machine.
   0.86 to 0.89 of its time on an M3 Max and M4 Max, and 1.00 to 1.23 of it on M1, M2 and M5.
 - Packed weights: 8x8 matrices (`tiles`) for 5 to 16 rows stay. A tile of 32 rows (`qmm_tiles`) takes as long for 9 rows
   as for 32, so it begins at 17 rows.
-- M5: the limits are those from which MLX's dispatch goes over to matrix units, whose kernels are not predicted. Ours
-  take their memory's time for 9 to 16 dense rows, so nothing shows that either side is ahead there.
+- M5: the limits are those from which MLX's dispatch goes over to matrix units, whose kernels were not predicted then
+  (int8-prompts.md has one now). Ours take their memory's time for 9 to 16 dense rows, so nothing shows that either side
+  is ahead there.
 - Dense weights [columns, outputs], 9 to 16 rows (2026-11-28): two blocks of 8 rows instead of sums of 16, which spill,
   take 0.90 to 0.91 of the time on an M1 and M1 Max, and 0.62 to 0.85 on an M3 Max and M4 Max.
 - Simdgroups that share the columns of few outputs (2026-11-28): as many as half of those that a GPU's cores hold. Of
