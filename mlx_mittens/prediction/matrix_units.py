@@ -27,7 +27,13 @@ def work_of(launch: Launch) -> Work:
         launch: One with products of cooperative tensors.
     """
     simdgroups = math.ceil(math.prod(launch.threads) / 32)
-    waits = [line.executions for line in launch.lines if (line.operation, line.memory) == ("load", "device")]
+    # A product loads its operands at once, though the simulator does it by elements.
+    products = {(line.file, line.line): line.operations for line in launch.lines if line.operation == "matrix"}
+    waits = [
+        min(line.executions, products.get((line.file, line.line), line.executions))
+        for line in launch.lines
+        if (line.operation, line.memory) == ("load", "device")
+    ]
     counts = launch.counts
     of_bytes = 2 * counts["byte_tensor_multiplies"] > counts["tensor_multiplies"]
     return Work(
