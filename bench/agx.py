@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler, kernels, machine_code, shipped
 from mlx_mittens.apple.machine_code import MachineCode, Request
 from mlx_mittens.bench import kernel_digest
@@ -34,7 +33,8 @@ def made_with() -> str:
 
 def ours() -> list[Request]:
     """All variants, those for NVIDIA GPUs alone last."""
-    files = [*kernels.for_apple(), *(file for file in frontend.files() if file not in kernels.for_apple())]
+    files = kernels.for_apple()
+    files += [file for file in kernels.with_machine_code() if file not in files]
     return kernels.requests(files)
 
 
@@ -62,7 +62,8 @@ def table() -> str:
         f"Made by `python bench/agx.py` with {made_with()} Of sources `{sources()}`.",
         "Mesa's compiler is not Apple's: compare kernels with each other. docs/apple.md says what the columns mean.",
         "Instructions are those of the text, each loop once. For MLX's kernels, which declare no threads, it has those",
-        "that MLX launches.",
+        "that MLX launches. Kernels for matrix units, of `matmul/apple/m5/`, are left out: Mesa has no tensors of",
+        "Metal 4.",
         "",
         "## Ours",
         "",

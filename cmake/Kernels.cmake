@@ -2,6 +2,9 @@
 # user's machine, and so does the front end for NVIDIA GPUs.
 file(GLOB_RECURSE kernels CONFIGURE_DEPENDS metal/*.metal)
 file(GLOB_RECURSE kernel_headers CONFIGURE_DEPENDS metal/*.h)
+# Those for matrix units are of Metal 4, which the library's floor of macOS does not have.
+set(library_kernels ${kernels})
+list(FILTER library_kernels EXCLUDE REGEX "/m5/")
 
 # Recent Xcode brings the Metal compiler only on request: asking for its version tells whether it is there.
 if(APPLE)
@@ -12,7 +15,7 @@ if(APPLE)
     mlx_build_metallib(
       TARGET mlx_mittens_metallib
       TITLE mlx_mittens
-      SOURCES ${kernels}
+      SOURCES ${library_kernels}
       INCLUDE_DIRS "${CMAKE_CURRENT_SOURCE_DIR}/metal"
       DEPS ${kernel_headers}
       OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")

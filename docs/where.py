@@ -109,12 +109,12 @@ _PLACES = (
     ),
     Place(
         ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan.cpp",),
-        ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "apple/qvm_tiles.metal",
-         "splitk_reduce.metal"),
+        ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "apple/qvm_tiles.metal", "splitk_reduce.metal",
+         "apple/m5/int8_rows.metal", "apple/m5/qmm_int8.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
          "integer_panel_matmul.cpp", "packed_rows.cpp"),
         ("test_quantized_matmul.py", "test_integer_products.py", "test_unpacked_integers.py", "test_qmv_mma.py",
-         "test_product_traffic.py"),
+         "test_product_traffic.py", "test_qmm_int8.py"),
         ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
     ),
     Place(

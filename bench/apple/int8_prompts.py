@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx_mittens as mm
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.apple.model import LINE_BYTES, Work, chain
-from mlx_mittens.bench import mlx_metal
+from mlx_mittens.peer import mlx_metal
 
 REPORT = Path(__file__).resolve().parents[1] / "results" / "int8-prompts.md"
 CHIPS = ("m5", "m5-pro", "m5-max")

@@ -9,7 +9,6 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
-namespace mx = mlx::core;
 
 namespace mittens {
 
@@ -40,17 +39,13 @@ WithNumerics::~WithNumerics() {
   of_thread = before_;
 }
 
-Numerics with_activations(const char* op, const std::optional<std::string>& activations, mx::StreamOrDevice where) {
+Numerics with_activations(const char* op, const std::optional<std::string>& activations) {
   Numerics value = numerics();
   if (!activations) {
     return value;
   }
   if (*activations != "int8") {
     checks::fail(op, "activations is '", *activations, "': expected 'int8' or None");
-  }
-  if (checks::checked_stream(op, where).device != mx::Device::cpu) {
-    checks::fail(op,
-                 "activations='int8' is for a CPU, and the stream is a GPU's: give stream=mx.cpu or no activations");
   }
   value.int8 = true;
   return value;

@@ -4,13 +4,11 @@
 #include <optional>
 #include <string>
 
-#include "mlx/utils.h"
-
 namespace mittens {
 
 struct Numerics {
   bool exact;  // each of several rows gets bit for bit the result of a call of it alone
-  bool int8;  // products with quantized weights on a CPU may round activations to integers of 8 bits
+  bool int8;  // products with quantized weights may round activations to integers of 8 bits
 
   bool operator==(const Numerics&) const = default;
 };
@@ -35,7 +33,6 @@ class WithNumerics {
 };
 
 // numerics() with an op's argument `activations`, if there is one.
-Numerics with_activations(const char* op, const std::optional<std::string>& activations,
-                          mlx::core::StreamOrDevice where);
+Numerics with_activations(const char* op, const std::optional<std::string>& activations);
 
 }  // namespace mittens

@@ -82,6 +82,23 @@ struct QuantizedParams {
   float gate_beta;
 };
 
+enum {
+  kInt8RowThreads = 128,  // of a threadgroup of matmul/apple/m5/int8_rows.metal, each with 8 columns
+  kInt8Tile = 64,         // rows, and outputs, of a threadgroup of matmul/apple/m5/qmm_int8.metal
+};
+
+// Products of integers. Strides are in elements of their array, from row to row.
+struct Int8Params {
+  uint32_t rows;
+  uint32_t padded_rows;  // whole tiles of them
+  uint32_t columns;
+  uint32_t outputs;
+  uint32_t weight_stride;
+  uint32_t scales_stride;
+  uint32_t biases_stride;
+  uint32_t has_bias;
+};
+
 enum { kEmbeddingThreads = 128 };  // of a threadgroup of matmul/quantized_embedding.metal
 
 struct EmbeddingParams {

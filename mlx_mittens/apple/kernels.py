@@ -27,6 +27,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "quantized_matmul": (
         *("matmul/qmv.metal", "matmul/qmm.metal", "matmul/apple/qmm_tiles.metal", "matmul/qvm.metal"),
         *("matmul/apple/qvm_tiles.metal", "matmul/splitk_reduce.metal"),
+        *("matmul/apple/m5/int8_rows.metal", "matmul/apple/m5/qmm_int8.metal"),
     ),
     "quantized_swiglu": ("matmul/quantized_swiglu.metal", "matmul/apple/swiglu_tiles.metal"),
     "block_matmul": ("matmul/gguf_matmul.metal", "matmul/apple/gguf_tiles.metal"),
@@ -80,8 +81,13 @@ def requests(files: Iterable[str]) -> list[Request]:
 
 
 def for_apple() -> list[str]:
-    """The files whose kernels Apple's plans launch."""
-    return [file for file in frontend.files() if "/nvidia/" not in file]
+    """The files whose kernels Apple's plans launch, but for matrix units alone."""
+    return [file for file in with_machine_code() if "/nvidia/" not in file]
+
+
+def with_machine_code() -> list[str]:
+    """The files that Mesa compiles: it has no tensors of Metal 4."""
+    return [file for file in frontend.files() if not frontend.is_for_matrix_units(file)]
 
 
 def for_nvidia() -> list[str]:

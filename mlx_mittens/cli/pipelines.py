@@ -95,7 +95,7 @@ def measured(files: Sequence[str] | None = None, kernels: Sequence[str] | None =
     """Every pipeline of the files, compiled in a process of its own; after a crash the others go on in a new one.
 
     Args:
-        files: .metal files; all of them without.
+        files: .metal files; all of them without, but for those that want matrix units where there are none.
         kernels: Only these of each file.
 
     Yields:
@@ -103,7 +103,7 @@ def measured(files: Sequence[str] | None = None, kernels: Sequence[str] | None =
         and ``threadExecutionWidth``, with the ``seconds`` that it took, or an ``error``. The file of a kernel is the
         one that it was found through: with a metallib that is the first.
     """
-    left = list(frontend.files() if files is None else files)
+    left = list(_of_this_gpu() if files is None else files)
     seen: list[str] = []
     for _ in range(_MOST_DEATHS):
         begun: Row | None = None
@@ -135,6 +135,11 @@ def measured(files: Sequence[str] | None = None, kernels: Sequence[str] | None =
         left = left[at:] if begun["kernel"] else left[at + 1 :]
     for file in left:
         yield {"file": file, "kernel": None, "error": f"left out after {_MOST_DEATHS} processes had ended"}
+
+
+def _of_this_gpu() -> list[str]:
+    has_units = _ext.gpu()["matrix_units"]
+    return [file for file in frontend.files() if has_units or not frontend.is_for_matrix_units(file)]
 
 
 def _start(order: dict[str, Any]) -> subprocess.Popen[str]:

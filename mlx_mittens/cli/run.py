@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .. import _ext
 from ..bench.model_folders import ModelError, mlx_lm_version
 from ..patching.patches import patched
 from ..patching.target import PatchError
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser; what follows mlx-lm's command is that command's."""
     exact = "as mm.patch(exact=True): several tokens get the bits of one, as far as docs/patching.md says"
     parser.add_argument("--exact", action="store_true", help=exact)
-    parser.add_argument("--activations", choices=("int8",), help="as of mm.patch(activations=...), on a CPU")
+    parser.add_argument("--activations", choices=("int8",), help="as of mm.patch(activations=...), on a CPU or an M5")
     parser.add_argument("--stats", action="store_true", help="at the end print on stderr which kernels ran")
     parser.add_argument(
         "words",
@@ -44,6 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: There is no such command.
     """
     point = _find(*arguments.words)
+    if arguments.activations:
+        try:
+            _ext.check_int8_activations("run")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     try:
         with patched(exact=arguments.exact, activations=arguments.activations), _process(list(arguments.words)):
             function = point.load()

@@ -14,6 +14,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from .. import _ext
 from ..bench import machine, model_folders
 from ..bench.model_folders import LoadedModel, ModelError
 from ..bench.validation import Difference, Failure, OurFailure, Validation, validate
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
     parser.add_argument("model", metavar="MODEL", help="a folder in mlx-lm's format, or a name on the Hugging Face hub")
     parser.add_argument("--convert", action="store_true", help="compare mm.nn.convert(model) with mx, not the patch")
-    parser.add_argument("--activations", choices=("int8",), help="as of mm.patch(), for ours on a CPU")
+    parser.add_argument("--activations", choices=("int8",), help="as of mm.patch(), for ours on a CPU or an M5")
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="to generate (200)")
     parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help="what the text begins with (some sentences)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
@@ -57,6 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--activations is of the patch: leave out --convert")
     file = JsonFile(arguments.json)
     select_device(arguments.device)
+    if arguments.activations:
+        try:
+            _ext.check_int8_activations("validate")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     check_executor(machine.executor())
     os.environ.setdefault("MLX_ENABLE_TF32", "0")  # else mx's products of float32 numbers have 10 bits on some GPUs
     try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .errors import CompileError
     from .library import metallib
     from .read.instantiations import metal_kernels, metal_text
-    from .read.sources import files, flatten, is_for_apple, name_of_text, register_source, source
+    from .read.sources import files, flatten, is_for_apple, is_for_matrix_units, name_of_text, register_source, source
     from .rewrite.translation import Argument, Variant
 else:
     # A process that compiles nothing, such as one that computes on a CPU, imports none of these.
@@ -55,6 +55,7 @@ __all__ = [
     "flatten",
     "has_prebuilt_ptx",
     "is_for_apple",
+    "is_for_matrix_units",
     "metal_kernels",
     "metal_text",
     "metallib",

@@ -175,3 +175,16 @@ def lowered(text: str) -> str:
     Our own kernels do without: nothing in them depends on it, and their machine code is recorded.
     """
     return integer_lowering.lowered(vector_truths.with_truths(text))
+
+
+_TENSORS = re.compile(r"\b(?:tensor_ops|tensor_inline|cooperative_tensor)\b")
+
+
+def gpu_error(file: str, kernel: str | None, text: str, log: str) -> CompileError:
+    """Why a text is not compiled for a GPU; the library has tensors for the simulator alone."""
+    if _TENSORS.search(text):
+        log = (
+            "error: it multiplies tensors of Metal 4, which run on an M5 and in the simulator: no compiler here makes "
+            "machine code of them"
+        )
+    return CompileError(file, kernel, clean(log))

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import build, cache, compiler, library
-from .errors import CompileError
 from .lower import ptx_module
 from .lower.mma_lowering import joined_products
 from .read import sources
@@ -63,7 +62,10 @@ def _ptx(
     name = cache.key(*what, library.key(), found.identity, " ".join(flags))
 
     def make(path: Path) -> None:
+        text = ""
+
         def compiled(flags: list[str], casts: bool = False) -> subprocess.CompletedProcess[str]:
+            nonlocal text
             translation = build.translate(file, constants, nvidia=True, more=(named_casts,) if casts else ())
             text = _ptx_text(translation, file, names, sizes)
             return build.compiled(found, [*flags, f"-I{library.INCLUDE}"], text, translation)
@@ -76,7 +78,7 @@ def _ptx(
         else:
             done = compiled([*flags, "-o", "-"])
         if done.returncode:
-            raise CompileError(file, names[0] if len(names) == 1 else None, build.clean(done.stderr))
+            raise build.gpu_error(file, names[0] if len(names) == 1 else None, text, done.stderr)
         path.write_text(done.stdout)
 
     text = cache.cached(f"{entry_name(names[0])[:80]}-{name}.ptx", make).read_text()

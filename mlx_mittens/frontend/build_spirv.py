@@ -75,7 +75,7 @@ def spirv(file: str, kernel: str, threads: int | None = None, constants: dict[in
         text = _spirv_text(translation, file, kernel)
         done = build.compiled(found, [*flags, f"-I{library.INCLUDE}", "-o", "-"], text, translation)
         if done.returncode:
-            raise CompileError(file, kernel, build.clean(done.stderr))
+            raise build.gpu_error(file, kernel, text, done.stderr)
         try:
             module = spirv_module.prepared(done.stdout, threads)
         except UnknownOperation as error:

@@ -85,9 +85,10 @@ def metallib(file: str = "") -> str:
     """The path of the Metal library that was built ahead of time; empty if there is none, or an outdated one.
 
     Args:
-        file: The .metal file whose kernels are wanted. Registered sources are in no library.
+        file: The .metal file whose kernels are wanted. Registered sources are in no library, and neither are files for
+            matrix units, which want a newer Metal: the GPU's own compiler gets their text.
     """
-    if sources.is_registered(file):
+    if sources.is_registered(file) or sources.is_for_matrix_units(file):
         return ""
     folder, now = installed() / "metal", sources.metal_folder()
     path = folder / "mlx_mittens.metallib"

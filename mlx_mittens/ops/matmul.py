@@ -203,8 +203,10 @@ def quantized_matmul(
         activations (str, optional): On a CPU ``"int8"`` lets the kernel round ``x`` to 8 bits, with a scale for each
             group or word of ``w``, where that is faster: in every format but ``mxfp8``, if ``transpose``. Results
             then err by about 0.6 percent, and by up to 3 where a few elements are much larger than the others,
-            relative to the root mean squares of ``x`` and ``w``. Rows that are not finite are not rounded. By default
-            it is what ``mlx_mittens.patch()`` says.
+            relative to the root mean squares of ``x`` and ``w``. Rows that are not finite are not rounded. On an Apple
+            GPU with matrix units, from the M5 on with macOS 26.2, more than 16 rows of one matrix of 4 bits are rounded
+            with a scale for each group, and rows that are not finite give none that is. By default it is what
+            ``mlx_mittens.patch()`` says.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -213,7 +215,7 @@ def quantized_matmul(
     Raises:
         DtypeError: ``w`` is not uint32, or another argument not of a floating-point type named above.
         ValueError: Shapes, bits, group size or mode do not fit together or do not exist; ``activations`` is not a known
-            one, or given for a GPU.
+            one, or given for a GPU without matrix units.
 
     Example:
         >>> x, w = mx.random.normal((1, 64)), mx.random.normal((128, 64))

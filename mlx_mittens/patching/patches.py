@@ -6,12 +6,9 @@ import contextlib
 import functools
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
-
-import mlx.core as mx
 
 from .. import _ext, exporting
 from ..switches import disabled
@@ -124,9 +121,7 @@ _installed: dict[str, _Patch] = {}  # by the target's name
 _on_import = _OnImport()
 
 
-def _settings(
-    strict: bool, exact: bool, activations: str | None, switches: dict[str, bool], caller: int = 3
-) -> _Settings:
+def _settings(strict: bool, exact: bool, activations: str | None, switches: dict[str, bool]) -> _Settings:
     known = list(dict.fromkeys(target.switch for target in TARGETS))
     for name in switches:
         if name not in known:
@@ -134,11 +129,8 @@ def _settings(
             raise TypeError(f"[patch] no switch named {name!r}: expected {', '.join(known)}, {others}")
     if activations not in (None, "int8"):
         raise ValueError(f"[patch] activations is {activations!r}: expected 'int8' or None")
-    if activations and mx.default_device() != mx.cpu:
-        warnings.warn(
-            "[patch] activations='int8' is for a CPU, and the default device is a GPU: its products are not rounded.",
-            stacklevel=caller,
-        )
+    if activations:
+        _ext.check_int8_activations("patch")
     off = disabled()
     wanted = frozenset(name for name in known if switches.get(name, True) and name not in off)
     return _Settings(wanted, bool(strict), bool(exact), activations is not None)
@@ -193,9 +185,9 @@ def patch(
             direct calls: all attention (see ``mlx_mittens.scaled_dot_product_attention``), and on a CPU products of up
             to 32 rows with transposed weights, but for GGUF blocks and chosen experts. For speculative decoding, where
             the verification of several tokens is compared with decoding one by one.
-        activations (str, optional): ``"int8"`` lets products with quantized weights round their input on a CPU, also by
-            ``mm.nn`` and by direct calls (see ``mlx_mittens.quantized_matmul``). Prompts take about half the time.
-            Calls on a GPU stay as they are.
+        activations (str, optional): ``"int8"`` lets products with quantized weights round their input, also by
+            ``mm.nn`` and by direct calls (see ``mlx_mittens.quantized_matmul``): on a CPU, where prompts take about
+            half the time, and on the matrix units of an M5, with weights of 4 bits.
         switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
             the latter for ``mlx.nn.QuantizedLinear`` and ``mlx.nn.QuantizedEmbedding`` too, ``linear`` for
@@ -211,7 +203,8 @@ def patch(
 
     Raises:
         TypeError: There is no such switch.
-        ValueError: ``activations`` is not a known one.
+        ValueError: ``activations`` is not a known one, or ``"int8"`` and the default device is a GPU without matrix
+            units.
         mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
 
     Example:
@@ -266,14 +259,15 @@ def patched(
 
     Raises:
         TypeError: There is no such switch.
-        ValueError: ``activations`` is not a known one.
+        ValueError: ``activations`` is not a known one, or ``"int8"`` and the default device is a GPU without matrix
+            units.
         mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
 
     Example:
         >>> with mm.patched(strict=True):
         ...     y = mx.fast.rms_norm(mx.ones((2, 8)), mx.ones((8,)), 1e-5)  # runs our kernel
     """
-    block = (object(), _settings(strict, exact, activations, cast("dict[str, bool]", switches), caller=4))
+    block = (object(), _settings(strict, exact, activations, cast("dict[str, bool]", switches)))
     with _lock:
         _blocks.append(block)
         try:

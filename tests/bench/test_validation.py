@@ -75,6 +75,17 @@ def test_activations_of_8_bits_are_measured(folder, tmp_path, capsys):
         assert found["typical_error"] > 10 * before["typical_error"]
 
 
+def test_activations_of_8_bits_on_an_m5_are_measured():
+    """Of a prompt; its tokens one by one are not rounded."""
+    prompt = [int(token) for token in np.arange(40) % 31]
+    with mm.simulator.enabled(gpu="m5"):
+        before = validation.validate(model(), prompt, 2)
+        found = validation.validate(model(), prompt, 2, activations="int8")
+    assert any("qmm_int8" in name for name in found.stats["quantized_matmul"]["kernels"])
+    assert not [name for name in before.stats["quantized_matmul"]["kernels"] if "int8" in name]
+    assert found.typical_error > 10 * before.typical_error and found.typical_error < 0.1
+
+
 def test_wrong_kernels_are_found(folder, monkeypatch, tmp_path, capsys):
     attention_of_ours(monkeypatch, lambda y: -30 * y)
     loaded = model_folders.load(str(folder))

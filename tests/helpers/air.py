@@ -14,7 +14,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import build, compiler
+from mlx_mittens.frontend import build, build_simulator, compiler, library
 
 # Of the functions of Metal's library: those whose fast and precise forms differ, and those that round.
 _FORMS = ("exp", "exp2", "log", "log2", "sin", "cos", "tanh", "sqrt", "rsqrt", "divide", "pow")
@@ -52,11 +52,11 @@ def download(folder: Path, release: str) -> Path:
         return Path(archive.extract("mlx/lib/mlx.metallib", folder))
 
 
-def functions(library: Path) -> dict[str, bytes]:
+def functions(file: Path) -> dict[str, bytes]:
     """LLVM's bitcode of each function of a .metallib, by its name."""
-    data = library.read_bytes()
+    data = file.read_bytes()
     if data[:4] != b"MTLB":
-        raise ValueError(f"{library} is no Metal library")
+        raise ValueError(f"{file} is no Metal library")
     listed, code = struct.unpack_from("<Q", data, 24)[0], struct.unpack_from("<Q", data, 72)[0]
     found = {}
     (count,) = struct.unpack_from("<I", data, listed)
@@ -98,11 +98,11 @@ def ours(header: str, instantiation: str) -> Meaning:
     frontend.register_source(name, "\n".join([*lines, f'instantiate_kernel("test", {instantiation})']) + "\n")
     found = compiler.find_compiler()
     flags = [*compiler.cpu_flags(False), *compiler.arithmetic_flags(True, True)]
-    translation = build._simulated(name)
-    includes = [f"-I{build.INCLUDE}", f"-I{build._abi_folder()}"]
-    library = build._parsed_library(found, [*flags, *includes])
+    includes = [f"-I{library.INCLUDE}", f"-I{library.abi_folder()}"]
     unoptimized = [*compiler.unoptimized_flags(flags), *includes]
-    done = build._compiled(found, unoptimized, build._simulator_text(translation, name), translation, library)
+    parsed = library.parsed(found, [*flags, *includes])
+    translation = build.simulated(name)
+    done = build.compiled(found, unoptimized, build_simulator.text_of(translation, name), translation, parsed)
     assert not done.returncode, done.stderr
     text = _reached(done.stdout)
     called = re.findall(rf"@_ZN7mittens4math\d+(?:exact_|(fast_))?({_NAMES})E", text)

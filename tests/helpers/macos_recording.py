@@ -15,6 +15,7 @@ import numpy as np
 from verification import quick
 
 import mlx_mittens as mm
+from helpers import int8_products
 from helpers.tolerances import LAYERS
 from helpers.variants import simulate
 from mlx_mittens import _ext, frontend, specs
@@ -139,4 +140,5 @@ def recorded_kernels() -> frozenset[str]:
                 seen = mm.rms_norm(view, None, 1e-5)
                 plain = mm.rms_norm(mx.contiguous(view), None, 1e-5)
                 assert mx.allclose(seen, plain, rtol=LAYERS, atol=LAYERS).item()
+        int8_products.run_all()
     return frozenset(f"{run['file']}:{run['kernel']}" for run in _ext.simulator_record(False))

@@ -116,13 +116,6 @@ def test_an_unknown_switch_is_named():
         mm.patch(soft_max=False)
 
 
-def test_activations_are_of_a_cpu(monkeypatch):
-    monkeypatch.setattr(patches.mx, "default_device", lambda: mx.Device(mx.gpu))
-    with pytest.warns(UserWarning, match="activations='int8' is for a CPU") as warned, mm.patched(activations="int8"):
-        pass
-    assert warned[0].filename == __file__
-
-
 def test_a_stand_in_that_someone_holds_calls_the_original_later(rng):
     x = mx.array(rng.normal(size=(2, 8)).astype(np.float32))
     with mm.patched():

@@ -24,6 +24,7 @@ import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs
 from mlx_mittens.apple import kernels
 from mlx_mittens.frontend.check import dialect
+from mlx_mittens.frontend.errors import NOTE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verification.md"
 SPILLS = Path(__file__).parent / "agx_spills.txt"
@@ -47,7 +48,7 @@ class Level:
         shows: The property that it proves of a variant.
         verified: Runs the check; returns the variants that pass.
         missing: What keeps it from being done here, or an empty string.
-        concerned: The variants that are to pass: all, or only the ones that NVIDIA's plans launch.
+        concerned: The variants that are to pass: all, only the ones that NVIDIA's plans launch, or that Mesa compiles.
     """
 
     name: str
@@ -65,10 +66,14 @@ def _compiled() -> set[str]:
     return names
 
 
+def _options(file: str) -> dialect.Options:
+    return dialect.Options(standard="metal4.0" if frontend.is_for_matrix_units(file) else "metal3.1")
+
+
 def _in_dialect() -> set[str]:
-    problems = {file: dialect.check(file) for file in frontend.files()}
+    problems = {file: dialect.check(file, _options(file)) for file in frontend.files()}
     print(*itertools.chain(*problems.values()), sep="\n")  # pytest shows it where variants are left behind
-    sound = [file for file, found in problems.items() if not found]
+    sound = [file for file, found in problems.items() if all(problem.severity == NOTE for problem in found)]
     return {name for name in variants() if name.partition(":")[0] in sound}
 
 
@@ -125,7 +130,7 @@ def idle_threads() -> dict[str, str]:
     can have. A launch with more threads than declared is a fault.
     """
     _simulated()
-    most, files = _most_threads(), kernels.for_apple()
+    most, files = _most_threads(), [*kernels.for_apple(), *filter(frontend.is_for_matrix_units, frontend.files())]
     launched = {
         name: (max(threads, most.get(name, 0)), declared)
         for name, (threads, declared) in _ext.launched_kernels().items()
@@ -198,6 +203,10 @@ def known_to_spill() -> set[str]:
     return listed(SPILLS)
 
 
+def _with_machine_code() -> list[str]:
+    return variants(kernels.with_machine_code())
+
+
 def _machine_code() -> set[str]:
     compiled = {name for name, row in machine_code_rows().items() if row["half registers"].isdecimal()}
     return compiled - (spilling() - known_to_spill())
@@ -226,6 +235,7 @@ LEVELS = (
         "Apple machine code",
         "Mesa's compiler makes machine code of it; only the variants in `agx_spills.txt` spill registers",
         _machine_code,
+        concerned=_with_machine_code,
     ),
     Level(
         "macOS host",
@@ -254,7 +264,9 @@ def markdown(verified: dict[str, set[str]]) -> str:
     lines = ["| level | what it shows of a variant | variants |", "|---|---|---|"]
     for level in LEVELS:
         have, count = len(verified.get(level.name, ())), len(level.concerned())
-        those = "" if count == every else " that NVIDIA's plans may launch"
+        those = {every: "", len(_with_machine_code()): " without tensors of Metal 4"}.get(
+            count, " that NVIDIA's plans may launch"
+        )
         passed = f"all {count}" if have == count else f"{have} of {count}"
         lines.append(f"| {level.name} | {level.shows} | {passed}{those} |")
     lines += [f"| {name} | {shows} | {where} |" for name, shows, where in ELSEWHERE]

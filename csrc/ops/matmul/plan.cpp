@@ -5,6 +5,7 @@
 
 #include "params/matmul.h"
 #include "runtime/array_layout.h"
+#include "runtime/checks.h"
 #include "runtime/fallback.h"
 #include "runtime/numerics.h"
 #include "runtime/plan_table.h"
@@ -758,6 +759,21 @@ uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream) {
     return kernels.has_qmm_tiles ? unlimited_rows : most_gemv_rows;
   }
   return kernels.has_tiles ? most_nvidia_rows : most_gemv_rows;
+}
+
+bool multiplies_int8(const AffineFormat& format, const ProductSizes& sizes, mx::Stream stream) {
+  const bool is_covered = format.transpose && format.has_biases() && format.bits == 4 && sizes.matrices == 1;
+  // Few rows are exact where that is asked for, and leave most of a tile empty.
+  return is_covered && sizes.rows > most_gemv_rows && sizes.columns > 0 && sizes.outputs > 0 && runs_kernels(stream) &&
+         gpu_of(stream).has_matrix_units;
+}
+
+void check_int8_activations(const char* op, mx::Stream stream) {
+  if (runs_kernels(stream) && !gpu_of(stream).has_matrix_units) {
+    checks::fail(op, "activations is 'int8' on a GPU without matrix units for integers, ", gpu_of(stream).name.text(),
+                 ": expected a CPU, or an Apple GPU from the M5 on with macOS 26.2; leave activations out, or give "
+                 "stream=mx.cpu");
+  }
 }
 
 const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,

@@ -241,6 +241,13 @@ bool gates_exact_rows(mx::Stream stream);
 AffinePlan plan_affine_exact(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
                              const ProductSizes& sizes, mx::Stream stream);
 
+// Whether products whose x may be rounded to integers of 8 bits are multiplied as such, on matrix units
+// (metal/matmul/apple/m5/qmm_int8.metal).
+bool multiplies_int8(const AffineFormat& format, const ProductSizes& sizes, mx::Stream stream);
+
+// Throws where kernels run on a GPU that does not multiply integers of 8 bits.
+void check_int8_activations(const char* op, mx::Stream stream);
+
 // Why mx is faster; null where it is not known to be.
 const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
                           const ProductSizes& sizes, mx::Stream stream);

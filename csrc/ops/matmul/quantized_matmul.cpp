@@ -40,6 +40,8 @@ const Name row_file = "matmul/nvidia/qmv_mma.metal";
 const Name tiles_file = "matmul/nvidia/qmm.metal";
 const Name matrices_file = "matmul/qmm.metal";
 const Name qmm_tiles_file = "matmul/apple/qmm_tiles.metal";
+const Name int8_rows_file = "matmul/apple/m5/int8_rows.metal";
+const Name qmm_int8_file = "matmul/apple/m5/qmm_int8.metal";
 const Name transposed_file = "matmul/qvm.metal";
 const Name qvm_tiles_file = "matmul/apple/qvm_tiles.metal";
 const Name nvidia_transposed_file = "matmul/nvidia/qvm.metal";
@@ -135,6 +137,7 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
   std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    const WithNumerics with({is_exact(), int8_});
     Arrays batched;
     int size = 0;
     bool weights = false;
@@ -223,6 +226,9 @@ class QuantizedMatmul : public KernelPrimitive {
       return launch.input_if(params.has_bias, bias).output(y).params(params);
     };
 
+    if (int8_ && multiplies_int8(format_, sizes, stream())) {
+      return int8_launches(inputs, sizes, bias, outputs[0]);
+    }
     if (format_.transpose) {
       const bool is_exact = alike_ && sizes.matrices == 1 && are_few_exact(sizes.rows);
       const AffinePlan plan = is_exact ? plan_affine_exact(kernels, format_, x.dtype(), sizes, stream())
@@ -366,6 +372,51 @@ class QuantizedMatmul : public KernelPrimitive {
     return plan_qvm(problem, format_, planned(sizes), most_splits, stream());
   }
 
+  // Rounds x, and multiplies its integers. The workspace is x's integers, and of each group a scale and a sum.
+  std::vector<Launch> int8_launches(const Arrays& inputs, const ProductSizes& sizes, const mx::array& bias,
+                                    mx::array& y) {
+    constexpr uint32_t columns_each = 8;  // of a thread of int8_rows
+    struct Workspace {
+      mx::array integers;
+      mx::array scales;
+    };
+    const mx::Dtype dtype = y.dtype();
+    Int8Params params{};
+    params.rows = sizes.rows;
+    params.padded_rows = ceil_divide(sizes.rows, uint32_t(kInt8Tile)) * kInt8Tile;
+    params.columns = sizes.columns;
+    params.outputs = sizes.outputs;
+    params.weight_stride = static_cast<uint32_t>(inputs[1].strides(-2));
+    params.scales_stride = static_cast<uint32_t>(inputs[2].strides(-2));
+    params.biases_stride = static_cast<uint32_t>(inputs[3].strides(-2));
+    params.has_bias = inputs.size() > 4;
+    const int rows = static_cast<int>(params.padded_rows), columns = static_cast<int>(sizes.columns);
+    const auto workspace = std::make_shared<Workspace>(
+        Workspace{temporary({rows, columns}, mx::int8, stream()),
+                  temporary({columns / format_.group_size, rows, 2}, mx::float32, stream())});
+
+    Launch round;
+    round.file = int8_rows_file;
+    round.kernel = kernel_name(dtype, op, "int8_rows_", format_.group_size);
+    round.threadgroups = {ceil_divide(sizes.columns, columns_each * kInt8RowThreads), params.padded_rows, 1};
+    round.threads = {kInt8RowThreads, 1, 1};
+    round.input(inputs[0]).output(workspace->integers).output(workspace->scales).params(params);
+    round.owner = workspace;
+
+    Launch multiply;
+    multiply.file = qmm_int8_file;
+    multiply.kernel = kernel_name(dtype, op, "qmm_int8_", format_.group_size);
+    multiply.threadgroups = {params.padded_rows / kInt8Tile, ceil_divide(sizes.outputs, uint32_t(kInt8Tile)), 1};
+    multiply.threads = {128, 1, 1};
+    multiply.input(workspace->integers).input(workspace->scales);
+    for (int i = 1; i < 4; ++i) {
+      add_view(multiply, inputs[i]);
+    }
+    multiply.input_if(params.has_bias, bias).output(y).params(params);
+    multiply.owner = workspace;
+    return in_order(std::move(round), std::move(multiply));
+  }
+
   ProductSizes planned(ProductSizes sizes) const {
     sizes.matrices = exact_ ? std::min(sizes.matrices, 1u) : sizes.matrices;
     return sizes;
@@ -374,7 +425,7 @@ class QuantizedMatmul : public KernelPrimitive {
   AffineFormat format_;
   bool exact_;
   bool alike_ = is_exact();  // rows of a product sum as a row alone does
-  bool int8_ = numerics().int8;  // on a CPU x may be rounded
+  bool int8_ = numerics().int8;  // x may be rounded on a CPU, and on matrix units
 };
 
 // The shapes to which the axes before the last two of x and of w broadcast. Axes at the end along which w does not
@@ -458,8 +509,12 @@ std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, con
   const ProductSizes sizes{exact ? 1 : static_cast<uint32_t>(matrices), static_cast<uint32_t>(rows),
                            static_cast<uint32_t>(shape.columns), static_cast<uint32_t>(shape.outputs)};
   const Problem problem = product_problem(op, dtype, affine_number(format), sizes);
-  const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
-  if (format.transpose ? prefer_mx_product(problem, reason, stream) : prefer_mx(problem, reason, stream)) {
+  if (!exact && numerics().int8 && multiplies_int8(format, sizes, stream)) {
+    if (is_switched_off(op)) {
+      return std::nullopt;
+    }
+  } else if (const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
+             format.transpose ? prefer_mx_product(problem, reason, stream) : prefer_mx(problem, reason, stream)) {
     return std::nullopt;
   }
   if (bias) {
@@ -550,7 +605,10 @@ mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const m
                                  const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                                  std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
                                  bool exact, const std::optional<std::string>& activations, mx::StreamOrDevice where) {
-  const WithNumerics with(with_activations(op, activations, where));
+  const WithNumerics with(with_activations(op, activations));
+  if (activations) {
+    check_int8_activations(op, checks::checked_stream(op, where));
+  }
   const auto product = [&](const mx::array& rows) {
     return quantized_matmul(rows, w, scales, biases, transpose, group_size, bits, mode, bias, where);
   };
@@ -593,6 +651,10 @@ void bind(nb::module_& module) {
                 "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(),
                 "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(), "exact"_a = false,
                 "activations"_a.none() = nb::none(), "stream"_a = nb::none());
+  module.def(
+      "check_int8_activations",
+      [](const std::string& who) { check_int8_activations(who.c_str(), mx::default_stream(mx::default_device())); },
+      "who"_a, "Raises ValueError where kernels run on a GPU that does not multiply integers of 8 bits.");
   module.def("try_quantized_matmul", lenient(op, &try_by_rows, &quantized_matmul), nb::arg(), nb::arg(), "scales"_a,
              "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(),
              "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(),

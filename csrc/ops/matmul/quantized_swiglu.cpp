@@ -265,6 +265,9 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(x.shape(-1)),
                            static_cast<uint32_t>(outputs)};
+  if (!exact && numerics().int8 && multiplies_int8(format, sizes, stream)) {
+    return own_products();
+  }
   const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
   if (prefer_mx_product(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return products_of_mx();
@@ -295,7 +298,8 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, 
   const mx::array& w = inputs[1];
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(inputs[0].shape(-1)),
                            static_cast<uint32_t>(w.shape(0))};
-  if (prefer_mx(product_problem(op, gate.dtype(), affine_number(*format), sizes), nullptr, stream)) {
+  if ((numerics().int8 && multiplies_int8(*format, sizes, stream)) ||
+      prefer_mx(product_problem(op, gate.dtype(), affine_number(*format), sizes), nullptr, stream)) {
     return std::nullopt;
   }
   Arrays all = inputs;

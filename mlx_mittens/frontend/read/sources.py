@@ -40,6 +40,11 @@ def is_for_apple(file: str) -> bool:
     return "/apple/" in file
 
 
+def is_for_matrix_units(file: str) -> bool:
+    """Whether one of `files` is of Metal 4, for the matrix units of the M5: here the simulator alone runs it."""
+    return "/m5/" in file
+
+
 def register_source(name: str, text: str, folder: Path | None = None) -> None:
     """Makes a text known as a .metal file of this name, for as long as the process lives.
 
