@@ -1,4 +1,7 @@
-"""Random calls of the rotary embedding with its append to a cache, plain or quantized."""
+"""Random calls of the rotary embedding with its append to a cache, plain or quantized.
+
+Heads made of latents are appended under the patch alone: `heads_of_latents` draws mlx-lm's calls.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import numpy as np
 from verification.fuzz import exact
 from verification.fuzz.case import Case
 from verification.fuzz.compare import to_float64
-from verification.fuzz.draw import Draw, describe, float32
+from verification.fuzz.draw import Draw, describe, float32, type_name
+from verification.fuzz.trial import Trial
 
 import mlx_mittens as mm
-from mlx_mittens import specs
+from mlx_mittens import _ext, specs
 from mlx_mittens.specs import EPSILON
 
 EPSILON32 = EPSILON[mx.float32]
@@ -227,3 +231,83 @@ def quantized_rope_append(draw: Draw) -> Case:
         ],
         noise=noise,
     )  # fmt: skip
+
+
+def heads_of_latents(draw: Draw) -> Trial:
+    """Heads whose first columns are copied, and whose keys share the turned ones, appended step by step."""
+    from mlx_lm.models.cache import KVCache
+
+    dtype = draw.dtype()
+    rows, heads = draw.pick((1, 1, 2, 3)), draw.pick((1, 2, 3, 4, 8))
+    begin, columns = draw.pick((1, 2, 7, 8, 32, 63, 64, 65, 96, 128)), draw.pick((1, 5, 8, 32, 64, 128))
+    dims = 2 * draw.integer(1, draw.pick((2, 16, 32, 65)))
+    steps = [draw.pick((1, 1, 1, 2, 3, 7, 17)) for _ in range(draw.integer(1, 3))]
+    first = draw.pick((0, 0, 1, 5, 100, 4095))
+    traditional, base = draw.chance(0.5), float32(draw.pick((10000.0, 500000.0, 100.0)))
+    kind = draw.kind(("normal", "normal", "large", "small"))
+    drawn = [
+        [
+            draw.array(draw.numbers(shape, kind), dtype)
+            for shape in (
+                (rows, heads, tokens, begin + dims),
+                (rows, heads, tokens, begin + columns),
+                (rows, 1, tokens, dims),
+            )
+        ]
+        for tokens in steps
+    ]
+
+    def offset(i: int) -> int:
+        return first + sum(steps[:i])
+
+    def ours() -> list[mx.array]:
+        cache, queries = KVCache(), []
+        for i, arrays in enumerate(drawn):
+            whole, made, key = (a * 1 for a in arrays)
+            turn = {"traditional": traditional, "base": base, "scale": 1.0, "offset": offset(i)}
+            keys, values = mx.split(made, [begin], axis=-1)
+            before, part = mx.split(whole, [begin], axis=-1)
+            turned, key = (mx.fast.rope(a, dims, **turn) for a in (part, key))
+            queries.append(_ext.before_turned(before, turned, whole, part))
+            held = cache.update_and_fetch(_ext.before_turned(keys, key), values)
+            mx.eval(queries, held)
+        return [mx.concatenate(queries, axis=2), *held]
+
+    def turned(x: np.ndarray, i: int) -> np.ndarray:
+        return specs.reference.rope(x, dims, base, offset(i), None, traditional)[0]
+
+    def in_float64() -> list[np.ndarray]:
+        parts: list[list[np.ndarray]] = [[], [], []]
+        for i, arrays in enumerate(drawn):
+            whole, made, key = map(to_float64, arrays)
+            shared = np.broadcast_to(turned(key, i), (*made.shape[:-1], dims))
+            parts[0].append(np.concatenate([whole[..., :begin], turned(whole[..., begin:], i)], -1))
+            parts[1].append(np.concatenate([made[..., :begin], shared], -1))
+            parts[2].append(made[..., begin:])
+        return [np.concatenate(each, axis=2) for each in parts]
+
+    def run() -> str | None:
+        mm.stats(reset=True)
+        with mm.patched():
+            found = [to_float64(a) for a in ours()]
+        appends = sum(mm.stats().get("rope_append", {"kernels": {}})["kernels"].values())
+        if appends != len(steps):
+            return f"{appends} appends for {len(steps)} steps"
+        size = max(np.abs(to_float64(a)).max(initial=0) for arrays in drawn for a in arrays)
+        angle = (first + sum(steps)) * (3 + np.log(base))
+        step = 2 * EPSILON[dtype] if dtype != mx.float32 else 0
+        limit = (EPSILON32 * (4 + angle) + step) * np.sqrt(2) * size
+        for name, a, b in zip(("queries", "keys", "values"), found, in_float64(), strict=True):
+            apart = np.abs(a - b)
+            copied = apart[..., :begin].max(initial=0) if name != "values" else apart.max(initial=0)
+            if copied != 0:
+                return f"{name}: copied columns are off by {copied:.3g}"
+            if not apart.max(initial=0) <= limit:
+                return f"{name}: off by {apart.max():.3g}, limit {limit:.3g}"
+        return None
+
+    text = (
+        f"{type_name(dtype)}, {rows} rows, {heads} heads of {begin} and {dims} columns, values of {columns}, base "
+        f"{base:g}, traditional {traditional}, from {first} on, steps {steps}, numbers {kind}; {draw.layouts}"
+    )
+    return Trial("patched", text, run)

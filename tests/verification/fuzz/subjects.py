@@ -85,6 +85,7 @@ SUBJECTS = {
     "patched_errors": patched_errors,
     "aliasing": aliasing,
     "growing_caches": growing_caches,
+    "heads_of_latents": cache.heads_of_latents,
     "threads": threads,
     "memory": memory,
 }
