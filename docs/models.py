@@ -1,7 +1,7 @@
 """Which kernels serve each model file of the installed mlx-lm: the tables of docs/models, a page for each kind.
 
 Each file's model is built small and with random weights of 4 bits. It runs under the patch, and converted: a first
-prompt, a second one, then a token.
+prompt, a second one, then a token, whose launches are those of an Apple GPU in the simulator.
 
 python docs/models.py            prints them
 python docs/models.py --write    writes them into the pages
@@ -19,16 +19,17 @@ import importlib.metadata
 import inspect
 import pkgutil
 import re
-import tempfile
 import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mlx_mittens.prediction import mlx_graph, mlx_launches
+
 PAGES = Path(__file__).resolve().parent / "models"
 # The kinds of layers of a file's model, by the kernels that serve it; the first that is found.
 KINDS = {
-    "recurrent": re.compile(r"\b(gated_delta_\w+|ssm_\w+|short_conv_token|linear_attention)\b"),
+    "recurrent": re.compile(r"\b(gated_delta_\w+|ssm_\w+|short_conv_\w+|linear_attention)\b"),
     "mixtures": re.compile(r"\b(gather_\w+|route_top_k)\b"),
     "dense": re.compile(""),
 }
@@ -265,25 +266,30 @@ def is_quantized(model: Any, path: str, part: Any) -> bool | dict[str, Any]:
     return True if chooses is None else chooses(path, part)
 
 
-# Operations that launch nothing where arrays lie as they should.
-VIEWS = {
-    *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "Depends", "ExpandDims", "Flatten", "MittensCacheBuffer"),
-    *("Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"),
-}
-
-
+GPU = "m2-max"  # whose launches a token has
 _OWN_KERNEL = "metal_kernel"  # a kernel that a model file brings
+COPY = "copy"  # of an argument that a kernel cannot read as it lies
 
 
-def operations(y: Any) -> collections.Counter[str]:
-    """The operations that an array is still to be computed by."""
+def of_mx(model: Any, caches: Any) -> collections.Counter[str]:
+    """Launches of mx's for a token: on Metal a composed function is one, and views are none.
+
+    It has what `mx.compile` fuses. Nothing is evaluated: a CPU would compile that as C++.
+    """
     import mlx.core as mx
 
-    with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
-        mx.export_to_dot(file.name, y)
-        labels = re.findall(r'label ="(\w+)"', file.read())
-    named = (_OWN_KERNEL if label == "MittensMetalKernel" else label for label in labels)
-    return collections.Counter(name for name in named if name not in VIEWS)
+    found: collections.Counter[str] = collections.Counter()
+    with mlx_graph.Recorder() as recorder:
+        recorder.record(model(mx.array([[0]]), cache=caches), [one.state for one in caches])
+    for operations, _ in recorder.evaluations:
+        for operation in operations:
+            if operation.name == "MittensMetalKernel":
+                found[_OWN_KERNEL] += 1
+            elif not operation.is_ours:
+                planned = mlx_launches.plan(operation, operations)
+                name = operation.name.removeprefix("mx.fast.")
+                found[name] += len(planned) if isinstance(planned, tuple) else 1
+    return +found
 
 
 def build(name: str, dtype: Any = None) -> Any:
@@ -301,7 +307,7 @@ def build(name: str, dtype: Any = None) -> Any:
     model.set_dtype(dtype or mx.float16)
     nn.quantize(model, 64, 4, class_predicate=lambda path, part: is_quantized(model, path, part))
     mx.eval(model.parameters())
-    return model
+    return model.eval()  # as mlx-lm loads one
 
 
 HOW = ("patched", "converted")
@@ -336,6 +342,33 @@ def called(name: str, model: Any, inputs: Any, caches: Any) -> Any:
         return model(inputs, cache=caches)
 
 
+def token(model: Any, caches: Any) -> dict[str, dict[str, Any]]:
+    """What a token launches on an Apple GPU: of ours by op, of mx's by operation, and why calls went to mx."""
+    import mlx.core as mx
+
+    import mlx_mittens as mm
+
+    with mm.simulator.enabled(watch=False, gpu=GPU, pretend_metal=True):
+        theirs = of_mx(model, copy.deepcopy(caches))
+        mm.stats(reset=True)
+        before = mm.simulator.launched()
+        mx.disable_compile()
+        try:
+            mx.eval(model(mx.array([[0]]), cache=caches), [one.state for one in caches])
+        finally:
+            mx.enable_compile()
+    stats = mm.stats(reset=True)
+    ours = {op: sum(one["kernels"].values()) for op, one in sorted(stats.items()) if one["kernels"]}
+    copies = mm.simulator.launched() - before - sum(ours.values()) - theirs[_OWN_KERNEL]
+    if copies:
+        ours[COPY] = copies
+    return {
+        "ours": ours,
+        "mx": dict(sorted((+theirs).items())),
+        "why": {op: sorted(one["mx"]) for op, one in sorted(stats.items()) if one["mx"]},
+    }
+
+
 def _run(name: str, model: Any) -> dict[str, Any]:
     import mlx.core as mx
     from mlx_lm.models import cache
@@ -343,15 +376,21 @@ def _run(name: str, model: Any) -> dict[str, Any]:
     import mlx_mittens as mm
 
     mx.set_default_device(mx.cpu)
+    mx.disable_compile()
+    try:  # frequencies and weights of norms are computed once
+        mx.eval(called(name, model, mx.array([[0, 1]]), cache.make_prompt_cache(model)))
+    finally:
+        mx.enable_compile()
     caches = cache.make_prompt_cache(model)
     found: dict[str, Any] = {}
 
     for kind, tokens in STEPS:
         inputs = mx.array([list(range(tokens))])
-        # As it is made, with the fusions of mx.compile. It is not evaluated: on a CPU that would compile C++.
-        graph = operations(called(name, model, inputs, copy.deepcopy(caches))) if kind == "token" else {}
+        if kind == "token":
+            found[kind] = token(model, caches)
+            continue
         mm.stats(reset=True)
-        mx.disable_compile()
+        mx.disable_compile()  # on a CPU that would compile C++
         try:
             mx.eval(called(name, model, inputs, caches), [one.state for one in caches])
         finally:
@@ -359,9 +398,7 @@ def _run(name: str, model: Any) -> dict[str, Any]:
         stats = mm.stats(reset=True)
         if kind:
             found[kind] = {
-                "ours": {op: sum(one["kernels"].values()) for op, one in sorted(stats.items()) if one["kernels"]},
-                "mx": {op: n for op, n in sorted(graph.items()) if not op.startswith("Mittens")},
-                "why": {op: sorted(one["mx"]) for op, one in sorted(stats.items()) if one["mx"]},
+                "ours": {op: sum(one["kernels"].values()) for op, one in sorted(stats.items()) if one["kernels"]}
             }
     return found
 

@@ -25,7 +25,7 @@ from ..patching.target import Target
 from ..patching.targets import TARGETS
 from .modules import Linear, QuantizedLinear
 
-__all__ = ["class_before", "is_appended_to", "rebind", "update_and_fetch"]
+__all__ = ["class_before", "is_appended_to", "rebind", "update_and_fetch", "wrappers"]
 
 _MODELS = "mlx_lm."
 # Calls of classes that come from the patch as they are; others have modules or fusions of their own in `nn`.
@@ -68,6 +68,12 @@ def _ready(is_of_class: bool) -> Iterator[tuple[Target, Any, str]]:
                 owner, leaf = target.owner()
                 if isinstance(owner, type) == is_of_class:
                     yield target, owner, leaf
+
+
+def wrappers(op: str) -> list[Any]:
+    """What converted models call in the place of an op's functions, whichever model it is."""
+    ready = [each for is_of_class in (False, True) for each in _ready(is_of_class)]
+    return [_wrapper(target) for target, _, _ in ready if target.op == op]
 
 
 class _Names(types.ModuleType):

@@ -103,6 +103,12 @@ class _Call:
     options: tuple[tuple[str, str], ...]
 
 
+def _of_converted_models() -> Sequence[Any]:
+    """What they call for a rotary embedding; nothing where nobody has imported what converts them."""
+    rebinding = sys.modules.get("mlx_mittens.nn.rebinding")
+    return () if rebinding is None else rebinding.wrappers("rope")
+
+
 def _targets_of_the_patch() -> Sequence[Any]:
     """Where nobody has imported the patch there is none, and who tests kernels of their own need not import it."""
     targets = sys.modules.get("mlx_mittens.patching.targets")
@@ -138,6 +144,8 @@ class Recorder:
                     owner, leaf = target.owner()
                     if isinstance(getattr(owner, leaf), _ext.FunctionWrapper):
                         self._hook(owner, leaf, "fast.rope")
+            for wrapper in _of_converted_models():
+                self._hook_parts(wrapper, "fast.rope")
             for name in _EVALUATE:
                 self._replace(mx, name, self._evaluating(getattr(mx, name)))
             for name in _ARRAY_METHODS:
@@ -152,14 +160,21 @@ class Recorder:
         while self._undo:
             self._undo.pop()()
 
+    def record(self, *arrays: Any) -> None:
+        """Records the operations of arrays, lists or dicts of them as an evaluation, without evaluating them."""
+        self._walk(list(_arrays(arrays)))
+
     def _hook(self, owner: Any, leaf: str, name: str) -> None:
         """Notes calls of a function; under the patch's, since that looks whether another lies on it."""
         function = getattr(owner, leaf)
         if not isinstance(function, _ext.FunctionWrapper):
             self._replace(owner, leaf, self._noting(function, name))
             return
+        self._hook_parts(function, name)
+
+    def _hook_parts(self, wrapper: Any, name: str) -> None:
         for part in ("attempt", "original"):
-            self._replace(function, part, self._noting(getattr(function, part), name))
+            self._replace(wrapper, part, self._noting(getattr(wrapper, part), name))
 
     def _replace(self, owner: Any, name: str, now: Any) -> None:
         before = getattr(owner, name)

@@ -66,7 +66,7 @@ def _makes_kernels(value: Any, module: types.ModuleType) -> bool:
 
 
 def _make_kernels(module: Any) -> None:
-    """Evaluates `name = make_kernel(...)` of a module again, where the name is None."""
+    """Evaluates `name = make_kernel(...)`, or a choice of a kernel, of a module again, where the name is None."""
     namespace = getattr(module, "__dict__", None)
     if (
         not isinstance(module, types.ModuleType)
@@ -75,10 +75,9 @@ def _make_kernels(module: Any) -> None:
     ):
         return
     makers = {name for name, value in list(namespace.items()) if _makes_kernels(value, module)}
-    if not makers:
-        return
     try:
-        tree = ast.parse(inspect.getsource(module))
+        source = inspect.getsource(module)
+        tree = ast.parse(source if "metal_kernel" in source else "")
     except (OSError, TypeError, SyntaxError):
         return
     for statement in tree.body:
@@ -86,10 +85,10 @@ def _make_kernels(module: Any) -> None:
         if not isinstance(target, ast.Name) or not isinstance(statement, ast.Assign):
             continue
         called = {
-            node.func.id
+            node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             for node in ast.walk(statement.value)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if isinstance(node, ast.Call)
         }
-        if namespace.get(target.id, ...) is None and called & makers:
+        if namespace.get(target.id, ...) is None and called & {*makers, "metal_kernel"}:
             expression = compile(ast.Expression(statement.value), module.__file__ or module.__name__, "eval")
             _replace(module, target.id, eval(expression, namespace))

@@ -71,6 +71,8 @@ def test_what_is_converted_has_what_is_patched():
     for name, row in ROWS.items():
         for kind in ("first prompt", "prompt", "token"):
             patched, converted = (set(MODELS["counts_of"](row[how][kind])) for how in ("patched", "converted"))
+            if "quantized_matmul" in converted:  # with matrices that are joined
+                patched.discard("quantized_matmuls")
             if patched - converted:
                 lacks[name, kind] = patched - converted
     assert not lacks

@@ -25,6 +25,7 @@ def make(factor):
 
 _kernel = make(2)
 _other = make(3) if mx.metal.is_available() else None
+_third = mx.fast.metal_kernel(name="copy", input_names=["x"], output_names=["y"], source="y[0] = x[0];") if mx.metal.is_available() else None
 
 def twice(x):
     if mx.default_device() != mx.gpu or not mx.metal.is_available():
@@ -60,9 +61,14 @@ class TestGates:
                 mx.eval(y)
             assert mx.metal.is_available() and mx.default_device() == mx.gpu
             assert "applegpu" in mx.device_info()["architecture"] and library._other is not None
+            assert library._third is not None
         assert mm.simulator.launched() == before + 1
         np.testing.assert_array_equal(np.array(y), 2 * np.arange(64.0))
-        assert not mx.metal.is_available() and mx.gpu is gpu and library._kernel is library._other is None
+        assert (
+            not mx.metal.is_available()
+            and mx.gpu is gpu
+            and library._kernel is library._other is library._third is None
+        )
 
 
 def test_equal_writes_are_noted_or_faults():
