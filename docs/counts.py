@@ -123,6 +123,7 @@ CASES = (
     Counted("gated_delta_token", "1x4x2x2x33x128 per_column"),
     Counted("short_conv_token", "test 1x3x200"),
     Counted("short_conv_token", "test 2x3x33x37"),
+    Counted("short_conv_token", "test 1x3x38 columns=96 group_size=32 bits=4"),
     Counted("ssm_inputs", "test 1x5x4x96x32"),
     Counted("ssm_token", "test 1x4x1x4x33x128"),
     Counted("ssm_update", "test 1x1x1x4x33x128"),

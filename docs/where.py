@@ -222,7 +222,8 @@ _PLACES = (
         declared="recurrent_layers.py",
     ),
     Place(
-        ("short_conv_token",), "recurrence", "short_conv_token.cpp", (), ("short_conv_token.metal",),
+        ("short_conv_token",), "recurrence", "short_conv_token.cpp", (),
+        ("short_conv_token.metal", "apple/short_conv_product.metal"),
         ("short_conv_token.cpp",), ("test_token_layers.py",),
         declared="recurrent_layers.py",
     ),

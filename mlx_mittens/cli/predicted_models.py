@@ -30,7 +30,7 @@ from .predictions import chosen_chips
 from .runs import Ending, JsonFile, each, finish, progress, steps
 
 CONTEXT = 64  # tokens before the one that is predicted
-VOCABULARY = 4096  # rows of the head that are simulated
+VOCABULARY = 24832  # rows of the head that are simulated: enough for a plan to know it by
 _CHIPS = "m2-max,m4-max"
 _TAKEN = ("chip", "json", "minutes", "weights", "dtype", "prompt")
 _REFUSED = ("layers", "tokens", "seconds", "quick", "ops", "plot", "seed")

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from .. import _ext
 from ..promotion import result_type
 from .digests import digest, digest_in
-from .linears import is_rms_norm, products
+from .linears import format_of, is_quantized_linear, is_rms_norm, products, weights_of
 
 __all__ = ["falcon_h1_space", "kimi_delta", "lfm2_convolution", "mamba2_space", "qwen3_5_delta", "qwen3_next_delta"]
 
@@ -224,14 +224,18 @@ def lfm2_convolution(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
     if not _is_known_call(x, mask, cache) or not _is_unmasked(mask, cache) or not _has_own_channels(conv):
         return None
     batch, tokens, _ = x.shape
-    weight = conv["weight"]
-    (projected,) = products(x, [layer["in_proj"]], alone=True)
-    state = cache[0]
-    if state is None:
-        state = mx.zeros((batch, weight.shape[1] - 1, weight.shape[0]), projected.dtype)
+    weight, projection, state = conv["weight"], layer["in_proj"], cache[0]
     bias = conv["bias"] if "bias" in conv else None
-    inputs = projected.reshape(batch, -1) if tokens == 1 else projected
-    y, cache[0] = _ext.short_conv_token(inputs, state, weight, bias)
+    found = None
+    if batch == tokens == 1 and state is not None and is_quantized_linear(projection) and "bias" not in projection:
+        found = _ext.short_conv_token_of_norm(x, weights_of(projection), *format_of(projection), state, weight, bias)
+    if found is None:
+        (projected,) = products(x, [projection], alone=True)
+        if state is None:
+            state = mx.zeros((batch, weight.shape[1] - 1, weight.shape[0]), projected.dtype)
+        inputs = projected.reshape(batch, -1) if tokens == 1 else projected
+        found = _ext.short_conv_token(inputs, state, weight, bias)
+    y, cache[0] = found
     cache.advance(tokens)
     return cast(mx.array, layer["out_proj"](y.reshape(batch, tokens, -1)))
 

@@ -14,8 +14,9 @@ import numpy as np
 from .. import _ext
 from ..ops.matmul import quantized_matmul, quantized_matmuls
 from ..ops.norm import add_rms_norm
+from ..ops.recurrent_layers import short_conv_token
 
-__all__ = ["exact_row", "matmuls", "row_before", "row_of_mx", "sum_before", "swiglu", "widths"]
+__all__ = ["exact_row", "matmuls", "row_before", "row_of_mx", "short_conv", "sum_before", "swiglu", "widths"]
 
 Triple = Any  # words, scales and, where there are any, biases of groups
 
@@ -62,6 +63,22 @@ def swiglu(x: mx.array, gate: Triple, up: Triple, options: dict[str, Any]) -> mx
     row, _ = _row(x, gate, None, widths(options))
     y: mx.array = _ext.swiglu_of_norm(row, gate, up, **options)
     return y
+
+
+def short_conv(
+    x: mx.array,
+    square: Triple,
+    projection: Triple,
+    conv_state: mx.array,
+    conv_weight: mx.array,
+    options: dict[str, Any],
+) -> tuple[mx.array, mx.array]:
+    """short_conv_token of the norm's product with the projection."""
+    options = widths(options)
+    row, _ = _row(x, square, None, options)
+    each = options["group_size"], options["bits"], options.get("mode", "affine")
+    found: Any = _ext.short_conv_token_of_norm(row, projection, *each, conv_state, conv_weight)
+    return found or short_conv_token(quantized_matmul(row, *projection, **options), conv_state, conv_weight)
 
 
 def row_of_mx(x: mx.array, triple: Triple, bias: Any, options: dict[str, Any]) -> tuple[mx.array, mx.array]:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops import recurrent_layers
-from .op import Case, Exact, Op, add_outliers, cases_for_tests, widen
+from . import normed
+from .op import Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, widen
 from .recurrent_ops import exact_state_space
+
+Triple = list[mx.array]  # words, scales and, where there are any, biases of groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvTokenOp(Op):
     """Projections, the convolution's state and weights. Biases are tested beside the table.
 
-    The shape of a case is ``(batch, taps, channels)``, with the number of tokens behind where there are several.
+    The shape of a case is ``(batch, taps, channels)``, with the number of tokens behind where there are several. With
+    the option ``columns`` the projection is a part of the call: it reads the norm of the first argument and of the
+    product of that, of so many columns.
     """
 
     smallest = (1, 2, 3)
@@ -31,7 +38,8 @@ class ShortConvTokenOp(Op):
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         batch, taps, channels, *tokens = case.shape
-        return [(batch, *tokens, 3 * channels), (batch, taps - 1, channels), (channels, taps)]
+        columns = self.arguments(case).get("columns", 3 * channels)
+        return [(batch, *tokens, columns), (batch, taps - 1, channels), (channels, taps)]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
         numbers = [rng.standard_normal(shape, dtype=np.float32) for shape in self.shapes(case)]
@@ -43,7 +51,45 @@ class ShortConvTokenOp(Op):
         return dtype.size * (projected + 2 * state + weight + projected // 3)
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-        return exact_short_conv_token(*(widen(a) for a in arrays if a is not None))
+        options = self.arguments(case)
+        first, *others = (widen(a) for a in arrays if a is not None)
+        if "columns" not in options:
+            return exact_short_conv_token(first, *others)
+        quantized = normed.widths(options)
+        square, projection = (
+            dequantized(*triple, *[None] * (3 - len(triple)), **quantized)
+            for triple in _matrices(case.shape[2], arrays[0].dtype, **options)  # type: ignore[union-attr]
+        )
+        row, _ = normed.exact_row(first, first @ square.T)
+        b, c, x = np.split(row @ projection.T, 3, axis=-1)
+        sizes = np.split(np.sqrt((row * row) @ (projection * projection).T), 3, axis=-1)
+        of_b, of_c, of_x = (np.abs(a) + size for a, size in zip((b, c, x), sizes))
+        y, state = exact_short_conv_token(np.concatenate([b, c, x], -1), *others)
+        of_y, of_state = exact_short_conv_token(np.concatenate([of_b, of_c, of_x], -1), *(np.abs(a) for a in others))
+        return [Exact(y.value, of_y.value), Exact(state.value, of_state.value)]
+
+
+@functools.lru_cache(maxsize=32)
+def _matrices(channels: int, dtype: mx.Dtype, columns: int, group_size: int, bits: int, mode: str = "affine") -> Any:
+    """A square matrix, and the projection of a short convolution."""
+    rng = np.random.default_rng(0)
+    parts = ("w", columns * bits // 32), ("scales", columns // group_size), ("biases", columns // group_size)
+    return [
+        [
+            draw_packed(rng, name, (rows, width), bits, dtype, columns**-0.5, mode)
+            for name, width in parts[: 3 if mode == "affine" else 2]
+        ]
+        for rows in (columns, 3 * channels)
+    ]
+
+
+def _short_conv_token(
+    projected: mx.array, conv_state: mx.array, conv_weight: mx.array, **options: Any
+) -> tuple[mx.array, mx.array]:
+    if not options:
+        return recurrent_layers.short_conv_token(projected, conv_state, conv_weight)
+    square, projection = _matrices(len(conv_weight), projected.dtype, **options)
+    return normed.short_conv(projected, square, projection, conv_state, conv_weight, options)
 
 
 def exact_short_conv_token(
@@ -141,8 +187,12 @@ def exact_ssm_token(
     ]
 
 
-def _short_conv_token_twin(projected, conv_state, conv_weight):
+def _short_conv_token_twin(projected, conv_state, conv_weight, **options):
     """As mlx-lm's `ShortConv` has it, in mx operations."""
+    if options:
+        square, projection = _matrices(len(conv_weight), projected.dtype, **options)
+        row, _ = normed.row_of_mx(projected, square, None, normed.widths(options))
+        projected = mx.quantized_matmul(row, *projection, transpose=True, **normed.widths(options))
     rows = projected[:, None] if projected.ndim == 2 else projected
     b, c, x = mx.split(rows, 3, axis=-1)
     window = mx.concatenate([conv_state, b * x], axis=1)
@@ -175,13 +225,18 @@ TOKEN_LAYER_OPS: tuple[Op, ...] = (
         name="short_conv_token",
         parameters=(("projected", "rows"), ("conv_state", "rows"), ("conv_weight", "rows")),
         outputs=2,
-        ours=recurrent_layers.short_conv_token,
+        ours=_short_conv_token,
         twin=_short_conv_token_twin,
         twin_text="mlx-lm's `ShortConv` between its projections",
         summary="a gated short convolution with its state, as LFM2 has it, of a token or a prompt",
         # Channels of one threadgroup and of several, that fill them and that do not; tokens of one thread and of more.
         tests=cases_for_tests((1, 3, 200), (2, 4, 33), (3, 2, 3), (1, 3, 257), (2, 3, 130, 16), (2, 3, 33, 37))
-        + cases_for_tests((1, 3, 5, 1), (1, 5, 9, 2), (2, 4, 33, 33)),
+        + cases_for_tests((1, 3, 5, 1), (1, 5, 9, 2), (2, 4, 33, 33))
+        # Channels that fill the last simdgroup and that do not, one alone; windows of one tap and of others.
+        + cases_for_tests((1, 3, 38), (1, 4, 1), columns=96, group_size=32, bits=4)
+        + cases_for_tests((1, 1, 37), columns=1088, group_size=32, bits=4)
+        + cases_for_tests((1, 3, 9), columns=96, group_size=32, bits=8)
+        + cases_for_tests((1, 3, 33), columns=96, group_size=32, bits=4, mode="mxfp4"),
         cases=(
             Case("LFM2 1.2B", (1, 3, 2048), quick=True),
             Case("LFM2 1.2B, 8 sequences", (8, 3, 2048)),

@@ -1,3 +1,5 @@
+#include "ops/recurrence/short_conv_token.h"
+
 #include <functional>
 #include <memory>
 #include <optional>
@@ -137,10 +139,11 @@ class ShortConvToken : public KernelPrimitive {
   }
 };
 
-using Outputs = std::pair<mx::array, mx::array>;
+}  // namespace
 
-Outputs short_conv_token(const mx::array& projected, const mx::array& conv_state, const mx::array& conv_weight,
-                         const std::optional<mx::array>& conv_bias, mx::StreamOrDevice where) {
+std::pair<mx::array, mx::array> short_conv_token(const mx::array& projected, const mx::array& conv_state,
+                                                 const mx::array& conv_weight,
+                                                 const std::optional<mx::array>& conv_bias, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const mx::array weight = taps_of_channels(op, conv_weight, {}, stream);
   const int channels = conv_weight.shape(0), taps = conv_weight.shape(1);
@@ -168,6 +171,8 @@ Outputs short_conv_token(const mx::array& projected, const mx::array& conv_state
       by_mx ? primitive->in_operations(inputs) : results_of(primitive, std::move(inputs), {dtype, dtype});
   return {all[0], in_dtype(all[1], conv_state.dtype(), stream)};
 }
+
+namespace {
 
 void bind(nb::module_& module) {
   bind_function(module, op, &short_conv_token, "projected"_a, "conv_state"_a, "conv_weight"_a,
