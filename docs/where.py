@@ -163,6 +163,11 @@ _PLACES = (
         ("attention.cpp", "attention_merge.cpp"), ("test_cascade_attention.py",), ("nvidia/attention_ahead.metal",),
     ),
     Place(
+        ("paged_attention",), "attention", "paged_attention.cpp", ("plan.cpp",),
+        ("attention_paged.metal", "attention_packed_paged.metal", "attention_combine.metal"), ("attention.cpp",),
+        ("test_paged_attention.py",),
+    ),
+    Place(
         ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", ("plan.cpp",),
         ("attention_packed.metal", "attention_packed_ragged.metal", "attention_combine.metal"), ("attention.cpp",),
         ("test_quantized_attention.py", "test_attention_traffic.py", "test_row_keys.py"),
@@ -177,6 +182,10 @@ _PLACES = (
         ("quantized_rope_append",), "cache", "quantized_rope_append.cpp", ("rope_append_primitive.cpp",),
         ("quantized_rope_append.metal",), ("rope_append.cpp",),
         ("test_quantized_rope_append.py",),
+    ),
+    Place(
+        ("paged_append",), "cache", "paged_append.cpp", (), ("paged_append.metal",), ("paged_append.cpp",),
+        ("test_paged_append.py",),
     ),
     Place(
         ("gather_qmm",), "moe", "gather_qmm.cpp", ("plan.cpp",),

@@ -32,6 +32,20 @@ struct AttentionMask {
   int64_t column;  // stride from key to key
 };
 
+// The blocks of a pool that hold a row's keys: the pool is [blocks, heads, 1 << shift keys, ..], so that the batch
+// stride of keys and values is from block to block. What entries beyond the row's keys name is not read.
+struct BlockTable {
+  const int32_t* entries = nullptr;  // [batch, count]; null: keys and values are not in blocks
+  size_t count = 0;
+  size_t row = 0;  // stride of the table's rows
+  size_t blocks = 0;  // of the pool
+  unsigned shift = 0;
+
+  bool has(size_t entry) const {
+    return static_cast<uint32_t>(entries[entry]) < blocks;
+  }
+};
+
 struct Attention {
   Type type;
   size_t batch;
@@ -54,6 +68,7 @@ struct Attention {
   // Whether each query's result equals, bit for bit, a call of this query and the keys in its range alone, with
   // any number of threads.
   bool exact;
+  BlockTable table;
 };
 
 void attention(const Attention& call);

@@ -49,8 +49,11 @@ struct Part {
   int64_t end;
 };
 
-AttentionRows rows_from(const AttentionRows& rows, Type type, const Part& part) {
+AttentionRows rows_from(const AttentionRows& rows, Type type, const Part& part, const BlockTable& table) {
   AttentionRows moved = rows;
+  if (table.entries) {
+    return moved;  // the part has its own row of the table
+  }
   const auto move = [&](AttentionView& view, size_t bytes) {
     move_to(view, bytes, static_cast<int64_t>(part.batch) * view.batch + part.begin * view.row);
   };
@@ -62,6 +65,25 @@ AttentionRows rows_from(const AttentionRows& rows, Type type, const Part& part) 
   return moved;
 }
 
+BlockTable table_of(const Attention& call, size_t batch) {
+  BlockTable table = call.table;
+  table.entries = table.entries ? table.entries + batch * table.row : nullptr;
+  return table;
+}
+
+// Whether the pool has the blocks of all keys that the part sees.
+bool has_blocks(const Attention& call, const Part& part) {
+  const int64_t queries = static_cast<int64_t>(part.last - part.first);
+  const int64_t begin = call.window ? std::max<int64_t>(part.end - queries + 1 - call.window, 0) : 0;
+  const BlockTable table = table_of(call, part.batch);
+  for (int64_t key = begin; key < part.end; key = ((key >> table.shift) + 1) << table.shift) {
+    if (!table.has(static_cast<size_t>(key >> table.shift))) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // The call of a part, whose results go to `y` and `logsumexp`.
 Attention call_of(const Attention& call, const Part& part, void* y, float* logsumexp) {
   Attention own = call;
@@ -71,8 +93,9 @@ Attention call_of(const Attention& call, const Part& part, void* y, float* logsu
   own.keys = static_cast<size_t>(part.end - part.begin);
   move_to(own.q, bytes,
           static_cast<int64_t>(part.batch) * call.q.batch + static_cast<int64_t>(part.first) * call.q.row);
-  own.k = rows_from(call.k, call.type, part);
-  own.v = rows_from(call.v, call.type, part);
+  own.k = rows_from(call.k, call.type, part, call.table);
+  own.v = rows_from(call.v, call.type, part, call.table);
+  own.table = table_of(call, part.batch);
   if (call.mask.kind != MaskKind::none) {
     AttentionView& mask = own.mask.values;
     move_to(mask, call.mask.kind == MaskKind::boolean ? 1 : bytes,
@@ -148,10 +171,19 @@ void run_row(const Attention& call, const RaggedKeys& keys, size_t batch) {
       write_all(call, part, true);
       continue;
     }
-    if (call.causal || call.window) {
-      part.end = end - (queries - static_cast<int64_t>(last));
+    const auto seen_end = [&](size_t query) {
+      return call.causal || call.window ? end - (queries - static_cast<int64_t>(query)) : end;
+    };
+    part.end = seen_end(last);
+    if (!call.table.entries || has_blocks(call, part)) {
+      run(call, part);
+      continue;
     }
-    run(call, part);
+    for (part.first = first; part.first < last; ++part.first) {
+      part.last = part.first + 1;
+      part.end = seen_end(part.last);
+      has_blocks(call, part) ? run(call, part) : write_all(call, part, true);
+    }
   }
 }
 

@@ -177,11 +177,11 @@ inline void write_rows(
   }
 }
 
-// limits: the keys of each row of the batch, EveryKey or RowKeys.
-template <typename Shape, typename T, typename KeyRows, typename ValueRows, typename Limits>
+// limits: the keys of each row of the batch, EveryKey or RowKeys. blocks: where they are, WholeRows or BlockTable.
+template <typename Shape, typename T, typename KeyRows, typename ValueRows, typename Limits, typename Blocks>
 inline void attention(
     const device T* queries, KeyRows keys, ValueRows values, const device T* mask, const device T* sinks, device T* y,
-    device float* logsumexp, Limits limits, constant AttentionParams& params, AttentionPlace place,
+    device float* logsumexp, Limits limits, Blocks blocks, constant AttentionParams& params, AttentionPlace place,
     threadgroup float4* scratch, threadgroup AttentionRow* rows) {
   using Operand = typename Shape::Operand;
   constexpr int C = Shape::key_blocks;
@@ -205,17 +205,25 @@ inline void attention(
   fill(sums, 0.0f);
   OnlineSoftmax<T> softmax = first_state<T>(sinks, place, params, worker);
   limits.refuse(softmax, place, params, worker);
+  blocks.seek(range.begin + worker * keys_at_once);
 #pragma unroll 1
   for (uint key = range.begin + worker * keys_at_once; key < range.end; key += step) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // queries are read anew, not kept in registers
+    const auto block = blocks.take(key, key + step);
     const bool all_seen = key >= range.seen_by_all_begin && key + keys_at_once <= range.seen_by_all_end;
     const uint hidden = all_seen ? 0 : hidden_keys<C>(key, rows, mask, params, place.lane);
     if (simd_all(hidden == all_hidden<C>())) {
       continue;
     }
+    if (!block.is_there()) {
+      softmax.l += nan_where_seen<C>(hidden);
+      continue;
+    }
+    const auto own_keys = rows_in(block, keys);
+    const auto own_values = rows_in(block, values);
     Tile<float, C, 1> scores;
     fill(scores, 0.0f);
-    multiply_from_source<Shape::width, Shape::at_once>(scores, keys, key, limits.end(params), q, place.lane);
+    multiply_from_source<Shape::width, Shape::at_once>(scores, own_keys, key, limits.end(params), q, place.lane);
     multiply(scores, params.scale);
     if (!all_seen) {
       mask_scores(scores, hidden, key, rows, mask, params, place.lane);
@@ -224,9 +232,9 @@ inline void attention(
     const Tile<Operand, C, 1> weights = converted<Operand>(scores);
     // A weight of 0 times infinity is NaN: where values are not all finite, hidden keys are left out.
     if (all_seen) {
-      multiply_transposed<false>(sums, values, key, limits.end(params), weights, place.lane);
-    } else if (!simd_all(multiply_transposed<true>(sums, values, key, limits.end(params), weights, place.lane))) {
-      add_not_finite(sums, values, key, limits.end(params), weights, place.lane);
+      multiply_transposed<false>(sums, own_values, key, limits.end(params), weights, place.lane);
+    } else if (!simd_all(multiply_transposed<true>(sums, own_values, key, limits.end(params), weights, place.lane))) {
+      add_not_finite(sums, own_values, key, limits.end(params), weights, place.lane);
     }
   }
   if (shares_keys) {

@@ -20,7 +20,7 @@ template <typename T, int D, int DV, Share share>
   const AttentionPlace place = place_of<Shape>(group, lane, simdgroup, simdgroups, params);
   attention<Shape>(
       queries, keys_of<Shape>(keys, params, place), values_of<Shape>(values, params, place), mask,
-      sinks, y, logsumexp, EveryKey(), params, place, scratch, rows);
+      sinks, y, logsumexp, EveryKey(), WholeRows(), params, place, scratch, rows);
 }
 
 instantiate_heads("attention", attention_dense)

@@ -22,7 +22,7 @@ template <typename T, int bits, int D, int DV, Share share>
   attention<Shape>(
       queries, keys_of<Shape, bits>(keys, key_scales, key_biases, params, place),
       values_of<Shape, bits>(values, value_scales, value_biases, params, place),
-      mask, sinks, y, logsumexp, EveryKey(), params, place, scratch, rows);
+      mask, sinks, y, logsumexp, EveryKey(), WholeRows(), params, place, scratch, rows);
 }
 
 instantiate_heads("attention", attention_packed)

@@ -26,7 +26,7 @@ template <typename T, int bits, int D, int DV, Share share>
   attention<Shape>(
       queries, keys_of<Shape, bits>(keys, key_scales, key_biases, common, place),
       values_of<Shape, bits>(values, value_scales, value_biases, common, place),
-      mask, sinks, y, logsumexp, row_keys(starts, ends, place, params), common, place, scratch, rows);
+      mask, sinks, y, logsumexp, row_keys(starts, ends, place, params), WholeRows(), common, place, scratch, rows);
 }
 
 instantiate_heads("attention_ragged", attention_packed_ragged)

@@ -25,7 +25,7 @@ template <typename T, int D, int DV, Share share>
   const AttentionPlace place = place_of<Shape>(group, lane, simdgroup, simdgroups, common);
   attention<Shape>(
       queries, keys_of<Shape>(keys, common, place), values_of<Shape>(values, common, place), mask,
-      sinks, y, logsumexp, row_keys(starts, ends, place, params), common, place, scratch, rows);
+      sinks, y, logsumexp, row_keys(starts, ends, place, params), WholeRows(), common, place, scratch, rows);
 }
 
 instantiate_heads("attention_ragged", attention_ragged)

@@ -71,6 +71,26 @@ struct EveryKey {
   void refuse(thread OnlineSoftmax<T>& state, AttentionPlace place, constant AttentionParams& params, uint worker) const {}
 };
 
+// Keys and values that lie one after the other: what a simdgroup takes at once is in no block of its own.
+struct WholeRow {
+  bool is_there() const {
+    return true;
+  }
+};
+
+struct WholeRows {
+  void seek(uint key) {}
+
+  WholeRow take(uint key, uint next) {
+    return WholeRow{};
+  }
+};
+
+template <typename Rows>
+inline Rows rows_in(WholeRow block, Rows rows) {
+  return rows;
+}
+
 // Of `count` rows, at most 32. The range begins on a multiple of `step`, so that it does not depend on the range in which
 // order keys are summed up.
 template <uint count, typename Limits>
@@ -114,6 +134,16 @@ inline float seen_maximum(float m, threadgroup const AttentionRow& row, constant
 template <int C>
 constexpr uint all_hidden() {
   return (1u << 2 * C) - 1;
+}
+
+// What to add to the sums of weights of a lane's two rows where the keys of a tile cannot be read: a row that sees one of
+// them is NaN.
+template <int C>
+inline float2 nan_where_seen(uint hidden) {
+  constexpr uint of_first = all_hidden<C>() / 3;
+  const bool first = (hidden & of_first) != of_first;
+  const bool second = (hidden >> 1 & of_first) != of_first;
+  return float2(first ? NAN : 0.0f, second ? NAN : 0.0f);
 }
 
 // Which of a tile's scores are hidden, as bits. A mask is not read beyond the keys that a row sees otherwise.

@@ -88,6 +88,16 @@ struct RaggedAttentionParams {
   AttentionParams attention;  // keys_per_split is 0 where a row's own keys are shared out evenly
 };
 
+// Attention whose keys and values lie in blocks of a pool: [blocks, key heads, keys of a block, ..], so that the first of
+// the strides of keys and values are from block to block.
+struct PagedAttentionParams {
+  uint32_t blocks;         // of the pool
+  uint32_t block_shift;    // a block is 1 << block_shift keys
+  uint32_t table_entries;  // of a row of the table
+  uint32_t table_row;      // stride of the table's rows
+  AttentionParams attention;
+};
+
 // Threads of a threadgroup that unpacks keys or values, and the elements of each.
 enum { kUnpackThreads = 256, kUnpacked = 8 };
 

@@ -41,4 +41,34 @@ struct QuantizedRopeAppendParams {
   uint32_t bits;        // 2, 3, 4, 5, 6 or 8
 };
 
+// Strides of a row, in elements of what it holds: of new tokens batch, head and token; of a pool block, head and key.
+struct RowStrides {
+  int64_t at[3];
+};
+
+struct PagedAppendParams {
+  RowStrides new_keys;
+  RowStrides new_values;
+  RowStrides keys;  // of the pool; words of a packed one
+  RowStrides values;
+  uint32_t key_heads;
+  uint32_t tokens;         // of a row of the batch
+  uint32_t width;
+  uint32_t value_width;
+  uint32_t blocks;         // of the pool
+  uint32_t block_shift;    // a block is 1 << block_shift keys
+  uint32_t table_entries;  // of a row of the table
+  uint32_t table_row;      // stride of the table's rows
+};
+
+struct QuantizedPagedAppendParams {
+  PagedAppendParams append;
+  RowStrides key_scales;
+  RowStrides key_biases;
+  RowStrides value_scales;
+  RowStrides value_biases;
+  uint32_t group_size;  // 32, 64 or 128
+  uint32_t bits;        // 2, 3, 4, 5, 6 or 8
+};
+
 }  // namespace mittens

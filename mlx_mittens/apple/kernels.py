@@ -45,7 +45,12 @@ FILES: dict[str, tuple[str, ...]] = {
     "cascade_attention": (
         *("attention/attention.metal", "attention/attention_ragged.metal", "attention/attention_cascade.metal"),
     ),
+    "paged_attention": (
+        *("attention/attention_paged.metal", "attention/attention_packed_paged.metal"),
+        "attention/attention_combine.metal",
+    ),
     "rope_append": ("cache/rope_append.metal",),
+    "paged_append": ("cache/paged_append.metal",),
     "quantized_rope_append": ("cache/quantized_rope_append.metal",),
     "gather_qmm": ("moe/gather_qmm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_qmm_tiles.metal"),
     "gather_mm": ("moe/gather_mm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_mm_tiles.metal"),

@@ -391,12 +391,14 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
 }
 
 # Ops that ask a calibration nothing by their own name: mx has no blocks of GGUF, the plan of an append of quantized
-# heads is always the same, kernels for masked blocks have no alternatives, matmul asks as gemv and cascade_attention as
-# attention, and mx has many launches in the place of what recurrences take of a prompt.
+# heads and into blocks is always the same, kernels for masked blocks have no alternatives, matmul asks as gemv,
+# cascade_attention and paged_attention as attention, and mx has many launches in the place of what recurrences take of
+# a prompt.
 ASK_NOTHING = frozenset(
     {
         *("block_quantize", "block_dequantize", "block_masked_mm", "quantized_embedding", "quantized_rope_append"),
-        *("matmul", "cascade_attention", "gated_delta_inputs", "ssm_inputs"),
+        *("matmul", "cascade_attention", "paged_attention", "paged_append", "gated_delta_inputs"),
+        "ssm_inputs",
     }
 )
 

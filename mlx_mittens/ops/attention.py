@@ -12,7 +12,12 @@ import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["cascade_attention", "quantized_scaled_dot_product_attention", "scaled_dot_product_attention"]
+__all__ = [
+    "cascade_attention",
+    "paged_attention",
+    "quantized_scaled_dot_product_attention",
+    "scaled_dot_product_attention",
+]
 
 
 @overload
@@ -331,5 +336,69 @@ def cascade_attention(
     Source:
         Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding", 2024,
         https://flashinfer.ai/2024/02/02/cascade-inference.html.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def paged_attention(
+    q: mx.array,
+    key_blocks: mx.array | tuple[mx.array, mx.array, mx.array],
+    value_blocks: mx.array | tuple[mx.array, mx.array, mx.array],
+    block_table: mx.array,
+    lengths: mx.array,
+    *,
+    scale: float,
+    mask: str | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    group_size: int = 64,
+    bits: int = 8,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Attention over keys and values in blocks of a pool, which a table names for each row of the batch.
+
+    Key ``p`` of row ``b`` is ``key_blocks[block_table[b, p // n], :, p % n]``, where blocks have ``n`` keys. Rows may
+    share blocks. Entries of the table behind a row's last key are not followed, nor with a window those of keys that no
+    query sees. A query that sees a key in a block outside of the pool is NaN, and so is a row whose length is negative
+    or beyond the table; nothing is read there.
+
+    Decoding and prompts have kernels for widths 64, 80, 96, 128 and 256, packed ones for 8 bits and 64, 96 and 128.
+    Others are gathered and computed by mx. On a CPU there is native code for all, with 4 bits too.
+
+    Args:
+        q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
+        key_blocks (array or tuple): Pool of shape ``[blocks, key_heads, n, width]`` and of the type of ``q``, where
+            ``n`` is 16, 32, 64 or another power of two; or ``(words, scales, biases)``, as ``mx.quantize`` gives them
+            for that. Transposed views cost no copy: of a pool ``[blocks, n, key_heads, width]`` give
+            ``pool.swapaxes(1, 2)``.
+        value_blocks (array or tuple): Their values, of shape ``[blocks, key_heads, n, value_width]``.
+        block_table (array): int32, of shape ``[batch, entries]``.
+        lengths (array): How many keys each row has; int32, of shape ``[batch]``. The last ``queries`` of these are
+            those of the queries.
+        scale (float): Factor of the scores.
+        mask (str, optional): ``"causal"``: query ``i`` sees the keys up to ``length - queries + i``.
+        sinks (array, optional): A score for each head that takes part in the softmax without a value.
+        window (int, optional): Each query sees only the last so many of its keys, up to its own.
+        group_size (int): Of packed keys and values: 32, 64 or 128.
+        bits (int): Of packed keys and values.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[batch, heads, queries, value_width]`` and the type of ``q``.
+
+    Raises:
+        DtypeError: ``block_table`` or ``lengths`` is not int32, or a pool not of the type of ``q``.
+        ValueError: Shapes do not fit together, or ``mask`` is another string.
+
+    Example:
+        >>> pool = mx.random.normal((10, 2, 16, 64))
+        >>> q, table, lengths = mx.random.normal((2, 8, 1, 64)), mx.array([[3, 7], [5, 0]]), mx.array([20, 9])
+        >>> mm.paged_attention(q, pool, pool, table, lengths, scale=64**-0.5).shape
+        (2, 8, 1, 64)
+
+    Source:
+        Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023,
+        https://arxiv.org/abs/2309.06180.
     """
     raise NotImplementedError

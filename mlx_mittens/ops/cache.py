@@ -5,12 +5,16 @@ As the other ops this one is lazy, runs on the device of its stream and can be d
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import mlx.core as mx
 
 from .. import _ext
-from ._declaration import StreamOrDevice
+from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["quantized_rope_append", "rope_append"]
+__all__ = ["paged_append", "quantized_rope_append", "rope_append"]
+
+_Pool = TypeVar("_Pool", mx.array, tuple[mx.array, mx.array, mx.array])
 
 
 def rope_append(
@@ -152,3 +156,61 @@ def quantized_rope_append(
     """
     rotary = _ext.Rotary(dims, base, scale, freqs, query_norm, key_norm, eps, traditional)
     return _ext.quantized_rope_append(heads, keys, values, rotary, offset, start, group_size, bits, stream)
+
+
+@defined_in_extension
+def paged_append(
+    keys: mx.array,
+    values: mx.array,
+    key_blocks: _Pool,
+    value_blocks: _Pool,
+    block_table: mx.array,
+    positions: mx.array,
+    *,
+    group_size: int = 64,
+    bits: int = 8,
+    stream: StreamOrDevice = None,
+) -> tuple[_Pool, _Pool, mx.array]:
+    """Keys and values of new tokens into blocks of a pool, which a table names for each row of the batch.
+
+    Token ``t`` of row ``b`` becomes key ``p = positions[b] + t``, in ``key_blocks[block_table[b, p // n], :, p % n]``,
+    where blocks have ``n`` keys. A token with no such key, entry or block goes nowhere: those before key 0, as of rows
+    that are padded on the left, those beyond the table, and those whose block is not one of the pool. Two rows that
+    append to the same key leave one or the other there.
+
+    Pools that nothing else refers to are updated in place, also while work on them is on its way; others are copied
+    first. Packed pools get what ``mx.quantize`` gives on the same device.
+
+    Args:
+        keys (array): New keys of shape ``[batch, key_heads, tokens, width]``; float32, float16 or bfloat16. A view
+            whose last axis is contiguous costs no copy.
+        values (array): New values of shape ``[batch, key_heads, tokens, value_width]``.
+        key_blocks (array or tuple): Pool of shape ``[blocks, key_heads, n, width]``, where ``n`` is 16, 32, 64 or
+            another power of two; or ``(words, scales, biases)``, as ``mx.quantize`` gives them for that. It may be a
+            transposed view of another pool that nothing else refers to.
+        value_blocks (array or tuple): The same of values.
+        block_table (array): int32, of shape ``[batch, entries]``.
+        positions (array): The key that each row's first token becomes: how many the row has; int32, of shape
+            ``[batch]``.
+        group_size (int): Of packed pools: 32, 64 or 128.
+        bits (int): Of packed pools: 2, 3, 4, 5, 6 or 8.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: Both pools with the new tokens, and ``positions + tokens``: the lengths for ``paged_attention``.
+
+    Raises:
+        DtypeError: ``block_table`` or ``positions`` is not int32, or the pools are not of the type of ``keys``.
+        ValueError: Shapes, bits or group size do not fit together or do not exist.
+
+    Example:
+        >>> new, pool = mx.ones((2, 2, 1, 64)), mx.zeros((10, 2, 16, 64))
+        >>> table, positions = mx.array([[3, 7], [5, 0]]), mx.array([19, 8])
+        >>> pool, values, lengths = mm.paged_append(new, new, pool, pool, table, positions)
+        >>> pool[7, 0, 3, 0].item(), lengths.tolist()
+        (1.0, [20, 9])
+
+    Source:
+        As ``paged_attention``.
+    """
+    raise NotImplementedError

@@ -31,6 +31,7 @@ from .op import (
     run,
     widen,
 )
+from .paged import PAGED_APPEND_OPS, PAGED_ATTENTION_OPS
 from .recurrence import RECURRENCE_OPS
 from .sampling import SAMPLE_OPS
 from .shaped import ShapedOp
@@ -64,7 +65,8 @@ __all__ = [
 ]
 
 OPS: tuple[Op, ...] = (
-    *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *EMBEDDING_OPS, *MASKED_OPS, *ATTENTION_OPS, *CASCADE_OPS, *ROPE_OPS),
+    *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *EMBEDDING_OPS, *MASKED_OPS, *ATTENTION_OPS, *CASCADE_OPS),
+    *(*PAGED_ATTENTION_OPS, *ROPE_OPS, *PAGED_APPEND_OPS),
     *(*MOE_OPS, *RECURRENCE_OPS, *LAYER_INPUT_OPS, *TOKEN_LAYER_OPS),
 )
 

@@ -346,6 +346,12 @@ def _attention_calls() -> list[Call]:
              partial(mm.cascade_attention, scale=0.125), _cascade,
              derived=lambda sizes: {"heads": 2 * sizes["key_heads"], "one": 1})
     )  # fmt: skip
+    pool = [numbers("blocks", "key_heads", "block", n) for n in ("width", "values_width")]
+    calls.append(
+        Call("paged_attention", "", {name: size for name, size in sizes.items() if name != "keys"},
+             {"q": q, "key_blocks": pool[0], "value_blocks": pool[1]}, _paged, _paged_exactly,
+             derived=lambda sizes: {"heads": 2 * sizes["key_heads"], "blocks": 3, "block": 16})
+    )  # fmt: skip
     names = ("", "_scales", "_biases")
     keys = dict(zip((f"keys{n}" for n in names), triple("batch", "key_heads", "keys", "width", bits=8)))
     values = dict(zip((f"values{n}" for n in names), triple("batch", "key_heads", "keys", "values_width", bits=8)))
@@ -373,6 +379,46 @@ def _hidden(options):
 def _cascade(q, k, v, prefix_k, prefix_v):
     rows = [np.concatenate([np.repeat(a, len(b), 0), b], 2) for a, b in ((prefix_k, k), (prefix_v, v))]
     return _attention(q, *rows)
+
+
+def _zeros_of_rows(a):
+    """An int32 for each row of the batch, of any shape."""
+    return (a.sum((1, 2, 3)) > mx.inf).astype(mx.int32)
+
+
+def _paged(q, key_blocks, value_blocks):
+    table = _zeros_of_rows(q)[:, None] + mx.array([2, 0])
+    return mm.paged_attention(q, key_blocks, value_blocks, table, _zeros_of_rows(q) + 18, scale=0.125)
+
+
+def _paged_exactly(q, *pools):
+    rows = [np.concatenate([a[2], a[0, :, :2]], 1)[None] for a in pools]
+    return _attention(q, *(np.repeat(a, len(q), 0) for a in rows))
+
+
+def _paged_append_calls() -> list[Call]:
+    names = ("width", "values_width")
+    new = [numbers("batch", "key_heads", "tokens", n) for n in names]
+    pools = [numbers("blocks", "key_heads", "block", n) for n in names]
+
+    def run(keys, values, key_blocks, value_blocks):
+        zeros = _zeros_of_rows(keys)
+        table = mx.cumsum(zeros + 1)[:, None] % 8  # a block for each row
+        return mm.paged_append(keys, values, key_blocks, value_blocks, table, zeros + 3)[:2]
+
+    def exact(keys, values, *pools):
+        results = [a.copy() for a in pools]
+        for pool, fresh in zip(results, (keys, values), strict=True):
+            for row in range(len(fresh)):
+                pool[row + 1, :, 3 : 3 + fresh.shape[2]] = fresh[row]
+        return results
+
+    sizes = {"batch": 2, "key_heads": 2, "tokens": 3, "width": 8, "values_width": 6}
+    return [
+        Call("paged_append", "", sizes,
+             {"keys": new[0], "values": new[1], "key_blocks": pools[0], "value_blocks": pools[1]}, run, exact,
+             derived=lambda sizes: {"blocks": 8, "block": 16})
+    ]  # fmt: skip
 
 
 def _attention_of_rows(q, k, v):
@@ -753,6 +799,7 @@ CALLS = [
     *_attention_calls(),
     *_rope_calls(),
     *_quantized_rope_calls(),
+    *_paged_append_calls(),
     *_moe_calls(),
     *_recurrence_calls(),
     *_shaped_calls(),

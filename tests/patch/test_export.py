@@ -238,6 +238,12 @@ DIRECT = {
     "block_matmul": lambda x: mm.block_matmul(x, mx.zeros((8, 68), mx.uint8), "q8_0"),
     "scaled_dot_product_attention": lambda x: mm.scaled_dot_product_attention(*[x[None, None]] * 3, scale=1.0),
     "cascade_attention": lambda x: mm.cascade_attention(*[x[None, None]] * 5, scale=1.0),
+    "paged_attention": lambda x: mm.paged_attention(
+        x[None, None], *[mx.zeros((2, 1, 16, 64))] * 2, mx.array([[0, 1]]), mx.array([20]), scale=1.0
+    ),
+    "paged_append": lambda x: mm.paged_append(
+        *[x[None, None, :2]] * 2, *[mx.zeros((2, 1, 16, 64))] * 2, mx.array([[0, 1]]), mx.array([15])
+    )[0],
     "rope_append": lambda x: mm.rope_append(
         mx.stack([x] * 3)[None, :, :2], *[mx.zeros((1, 1, 4, 64))] * 2, 64, base=1e4, offset=0
     )[0],

@@ -89,6 +89,17 @@ def cascade(batch: int, own: int, prefix: int, queries: int = 1, heads: int = 32
     return label, lambda: mm.cascade_attention(q, kv, kv, shared, shared, scale=1.0)
 
 
+def paged(batch: int, keys: int, queries: int = 1, heads: int = 32, bits: int = 0) -> tuple[str, Call]:
+    q, key_heads, width = mx.zeros((batch, heads, queries, 128), HALF), 8, 128
+    table, lengths = mx.zeros((batch, keys // 16), mx.int32), mx.zeros(batch, mx.int32)
+    pool = mx.zeros((4, key_heads, 16, width), HALF)
+    scales = mx.zeros((4, key_heads, 16, width // 64), HALF)
+    packed = (mx.zeros((4, key_heads, 16, width * bits // 32), mx.uint32), scales, scales)
+    blocks = packed if bits else pool
+    label = f"paged_attention {batch}x{heads}x{key_heads}x{queries}x{keys}x{width}{f' {bits}-bit' if bits else ''}"
+    return label, lambda: mm.paged_attention(q, blocks, blocks, table, lengths, scale=1.0)
+
+
 def experts(op: str, tokens: int, chosen: int, experts: int, columns: int, outputs: int, bits: int = 4):
     """A product with the experts that tokens choose: the first ones, whichever they are."""
     indices = mx.zeros((tokens, chosen), mx.uint32)
@@ -157,6 +168,7 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             attention(1, 1, 4096, mx.float32), attention(1, 1, 4096, bits=4),
             attention(1, 1, 4096, key_heads=32, width=64),
             cascade(8, 256, 4096), cascade(2, 256, 20000), cascade(4, 64, 4096, queries=8), cascade(8, 10, 20),
+            paged(1, 4096), paged(8, 4096), paged(8, 4096, bits=8), paged(2, 1024, queries=20),
         ],
         "moe": [
             experts("gather_qmm", 1, 8, 64, 2048, 1024), experts("gather_qmm", 8, 2, 8, 2048, 1024),

@@ -214,7 +214,7 @@ def _failing_test(ops: set[str], tiles: bool) -> str:
     files = {f"{_TESTS.get(op, 'test_' + op)}.py" for op in ops} | ({"test_tiles.py"} if tiles else set())
     if ops & {op.name for op in specs.ROW_OPS}:
         files.add("test_long_rows.py")
-    if ops & {"scaled_dot_product_attention", "cascade_attention"}:
+    if ops & {"scaled_dot_product_attention", "cascade_attention", "paged_attention"}:
         files.add("test_attention_combine.py")
     if ops & {"quantized_matmul", "quantized_swiglu"}:
         files.add("test_qmv_mma.py")

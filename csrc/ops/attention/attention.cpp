@@ -85,6 +85,28 @@ void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys
   }
 }
 
+mx::Shape check_packed_rows(const char* op, const char* name, const PackedRows& triple, int group_size, int bits) {
+  const auto& [words, scales, biases] = triple;
+  if (words.dtype() != mx::uint32) {
+    checks::fail<DtypeError>(op, name, " has words of dtype ", words.dtype(),
+                             ": expected uint32, as mx.quantize packs them");
+  }
+  for (const auto* array : {&words, &scales, &biases}) {
+    if (array->ndim() != 4) {
+      checks::fail(op, name, " has an array of shape ", array->shape(), ": expected four dimensions");
+    }
+  }
+  const mx::Shape shape = unpacked(words, bits);
+  mx::Shape groups = shape;
+  groups.back() = shape.back() / group_size;
+  if (shape.back() % group_size != 0 || scales.shape() != groups || biases.shape() != groups) {
+    checks::fail(op, name, " has words of shape ", words.shape(), ", scales of ", scales.shape(), " and biases of ",
+                 biases.shape(), "; the words are ", shape.back(), " integers of ", bits,
+                 " bits a row: expected scales and biases of ", groups, " for groups of ", group_size);
+  }
+  return shape;
+}
+
 void take_mask(const char* op, AttentionCall& call, const MaskArgument& argument, std::optional<int> window,
                mx::Stream stream) {
   if (window) {

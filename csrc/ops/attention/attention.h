@@ -43,6 +43,12 @@ void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::arr
 // Checks heads and batches of queries against keys and values.
 void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values);
 
+// Words, scales and biases of keys or values.
+using PackedRows = std::tuple<mx::array, mx::array, mx::array>;
+
+// The shape of packed keys or values, with as many columns as they have integers.
+mx::Shape check_packed_rows(const char* op, const char* name, const PackedRows& rows, int group_size, int bits);
+
 // The keys that causal and window leave to each query, [queries, keys] of bool, for some of the queries; nothing where
 // these are all.
 std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,

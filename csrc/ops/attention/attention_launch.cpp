@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <memory>
+#include <span>
 
 #include "backends/memory.h"
 #include "ops/attention/plan.h"
@@ -19,6 +20,8 @@ const Name dense_ahead_file = "attention/nvidia/attention_ahead.metal";
 const Name packed_ahead_file = "attention/nvidia/attention_packed_ahead.metal";
 const Name dense_ragged_file = "attention/attention_ragged.metal";
 const Name packed_ragged_file = "attention/attention_packed_ragged.metal";
+const Name dense_paged_file = "attention/attention_paged.metal";
+const Name packed_paged_file = "attention/attention_packed_paged.metal";
 const Name combine_file = "attention/attention_combine.metal";
 const Name cascade_file = "attention/attention_cascade.metal";
 
@@ -29,6 +32,8 @@ struct Widths {
 constexpr Widths dense_widths[] = {{32, 32},   {48, 48},   {64, 64},   {72, 72},   {80, 80},   {96, 64},   {96, 96},
                                    {112, 112}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}};
 constexpr Widths packed_widths[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+constexpr Widths paged_widths[] = {{64, 64}, {80, 80}, {96, 96}, {128, 128}, {256, 256}};
+constexpr Widths packed_paged_widths[] = {{64, 64}, {96, 96}, {128, 128}};  // of 8 bits
 
 TokenRows bind_rows(Launch& launch, const mx::array& rows) {
   add_view(launch, rows);
@@ -81,7 +86,10 @@ void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const Att
     launch.stand_in(queries);
   }
   launch.input_if(options.has_sinks, options.has_sinks ? inputs[next++] : queries);
-  if (options.is_ragged()) {
+  if (options.is_paged) {
+    launch.input(inputs[next]);
+    add_view(launch, inputs[next + 1]);
+  } else if (options.is_ragged()) {
     launch.input_if(options.has_starts, options.has_starts ? inputs[next++] : queries);
     launch.input_if(options.has_ends, options.has_ends ? inputs[next] : queries);
   }
@@ -89,6 +97,16 @@ void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const Att
 
 void add_params(Launch& launch, const AttentionParams& params, const AttentionOptions& options,
                 const std::vector<mx::array>& inputs) {
+  if (options.is_paged) {
+    const mx::array& pool = inputs[1];
+    const mx::array& table = inputs.back();
+    launch.params(PagedAttentionParams{.blocks = static_cast<uint32_t>(pool.shape(0)),
+                                       .block_shift = static_cast<uint32_t>(std::countr_zero(uint32_t(pool.shape(2)))),
+                                       .table_entries = static_cast<uint32_t>(table.shape(1)),
+                                       .table_row = static_cast<uint32_t>(table.shape(0) == 1 ? 0 : table.strides(0)),
+                                       .attention = params});
+    return;
+  }
   if (!options.is_ragged()) {
     launch.params(params);
     return;
@@ -135,7 +153,11 @@ Planned planned(const std::vector<mx::array>& inputs, uint32_t value_width, cons
   const mx::Dtype dtype = inputs[0].dtype();
   mx::Shape values = inputs[0].shape();
   values.back() = static_cast<int>(value_width);
-  Planned result{.sizes = attention_sizes(inputs[0].shape(), inputs[1].shape(), values)};
+  mx::Shape keys = inputs[1].shape();
+  if (options.is_paged) {
+    keys[2] *= inputs.back().shape(1);
+  }
+  Planned result{.sizes = attention_sizes(inputs[0].shape(), keys, values)};
   const AttentionSizes& sizes = result.sizes;
   result.plan = plan_attention(sizes, options, dtype, stream);
   const AttentionPlan& plan = result.plan;
@@ -143,13 +165,19 @@ Planned planned(const std::vector<mx::array>& inputs, uint32_t value_width, cons
 
   Launch& launch = result.launch;
   const bool ahead = loads_ahead(plan.kernel);
-  const char* const ragged = options.is_ragged() ? "ragged_" : "";
+  const char* const kind = options.is_paged ? "paged_" : options.is_ragged() ? "ragged_" : "";
   if (options.bits == 0) {
-    launch.file = options.is_ragged() ? dense_ragged_file : ahead ? dense_ahead_file : dense_file;
-    launch.kernel = kernel_name(dtype, "attention", ragged, plan.name, "_", sizes.width, "_", sizes.value_width);
+    launch.file = options.is_paged      ? dense_paged_file
+                  : options.is_ragged() ? dense_ragged_file
+                  : ahead               ? dense_ahead_file
+                                        : dense_file;
+    launch.kernel = kernel_name(dtype, "attention", kind, plan.name, "_", sizes.width, "_", sizes.value_width);
   } else {
-    launch.file = options.is_ragged() ? packed_ragged_file : ahead ? packed_ahead_file : packed_file;
-    launch.kernel = kernel_name(dtype, "attention", ragged, plan.name, "_", options.bits, "bit_", sizes.width, "_",
+    launch.file = options.is_paged      ? packed_paged_file
+                  : options.is_ragged() ? packed_ragged_file
+                  : ahead               ? packed_ahead_file
+                                        : packed_file;
+    launch.kernel = kernel_name(dtype, "attention", kind, plan.name, "_", options.bits, "bit_", sizes.width, "_",
                                 sizes.value_width);
   }
   const uint32_t slices = attention_value_slices(static_cast<int>(value_width));
@@ -179,15 +207,25 @@ TokenRows token_rows(const mx::array& rows) {
   return {start, rows.strides(0), rows.strides(1), rows.strides(2)};
 }
 
-std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& values, int bits) {
+namespace {
+
+std::string not_among(std::span<const Widths> all, const mx::Shape& queries, const mx::Shape& values) {
   const auto has = [&](Widths widths) { return widths.keys == queries[3] && widths.values == values[3]; };
-  const bool covered = bits == 0 ? std::any_of(std::begin(dense_widths), std::end(dense_widths), has)
-                                 : std::any_of(std::begin(packed_widths), std::end(packed_widths), has);
-  if (covered) {
+  if (std::any_of(all.begin(), all.end(), has)) {
     return "";
   }
   const std::string keys = "heads of width " + std::to_string(queries[3]);
   return values[3] == queries[3] ? keys : keys + " with values of width " + std::to_string(values[3]);
+}
+
+}  // namespace
+
+std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& values, int bits) {
+  return bits == 0 ? not_among(dense_widths, queries, values) : not_among(packed_widths, queries, values);
+}
+
+std::string paged_attention_not_covered(const mx::Shape& queries, const mx::Shape& values, int bits) {
+  return bits == 0 ? not_among(paged_widths, queries, values) : not_among(packed_paged_widths, queries, values);
 }
 
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,

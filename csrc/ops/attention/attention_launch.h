@@ -22,6 +22,10 @@ struct AttentionOptions {
   bool has_ends = false;  // an input after the starts: [batch], int32
   bool exact = false;  // a query's result has the bits of a call of this query and the keys in its range alone
 
+  // Keys and values are blocks of a pool, [blocks, key_heads, keys of a block, ..]. There are ends, and the last input
+  // is the table of blocks: [batch, entries], int32.
+  bool is_paged = false;
+
   bool leaves_parts = false;  // results are put together with others': at least two threadgroups share a row's keys
 
   // Whether rows of the batch have keys of their own.
@@ -40,6 +44,7 @@ struct AttentionOptions {
 //   sinks    [heads]                                  contiguous
 //   starts   [batch] or [batch, queries]              contiguous
 //   ends     [batch]                                  contiguous
+//   table    [batch, entries]                         last stride 1
 // Output: y [batch, heads, queries, value_width], row contiguous, and if wanted logsumexp [batch, heads, queries] in
 // float32: the natural logarithm of the sum of e^score of a row, -inf where it sees no key.
 
@@ -48,6 +53,9 @@ TokenRows token_rows(const mx::array& rows);
 
 // Why no kernel covers these shapes, for the rule that sends the call to mx. Empty: one does.
 std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& values, int bits);
+
+// The same of keys and values in blocks.
+std::string paged_attention_not_covered(const mx::Shape& queries, const mx::Shape& values, int bits);
 
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
                                        const mx::array* logsumexp, const AttentionOptions& options, mx::Stream stream);

@@ -1,3 +1,5 @@
+#include <bit>
+
 #include "ops/attention/attention.h"
 #include "runtime/cpu_types.h"
 
@@ -42,6 +44,13 @@ cpu::Attention native_attention(const Arrays& inputs, const AttentionOptions& op
                  mask.strides(3)};
   }
   call.sinks = options.has_sinks ? data_of(inputs[next]) : nullptr;
+  if (options.is_paged) {
+    const mx::array& table = inputs.back();
+    call.keys *= table.shape(1);
+    call.table = {table.data<int32_t>(), static_cast<size_t>(table.shape(1)), static_cast<size_t>(table.strides(0)),
+                  static_cast<size_t>(inputs[1].shape(0)),
+                  static_cast<unsigned>(std::countr_zero(static_cast<uint32_t>(keys[2])))};
+  }
   call.scale = options.scale;
   call.causal = options.causal;
   call.window = options.window;
@@ -51,6 +60,10 @@ cpu::Attention native_attention(const Arrays& inputs, const AttentionOptions& op
 
 cpu::RaggedKeys native_keys(const Arrays& inputs, const AttentionOptions& options) {
   cpu::RaggedKeys keys{};
+  if (options.is_paged) {
+    keys.ends = inputs.end()[-2].data<int32_t>();
+    return keys;
+  }
   if (options.has_starts) {
     const mx::array& starts = inputs[inputs.size() - 1 - options.has_ends];
     keys.starts = starts.data<int32_t>();

@@ -27,30 +27,7 @@ namespace {
 
 constexpr const char* op = "quantized_scaled_dot_product_attention";
 
-using Triple = std::tuple<mx::array, mx::array, mx::array>;
-
-// The shape of packed keys or values, with as many columns as they have integers.
-mx::Shape check_packed(const char* name, const Triple& triple, int group_size, int bits) {
-  const auto& [words, scales, biases] = triple;
-  if (words.dtype() != mx::uint32) {
-    checks::fail<DtypeError>(op, name, " has words of dtype ", words.dtype(),
-                             ": expected uint32, as mx.quantize packs them");
-  }
-  for (const auto* array : {&words, &scales, &biases}) {
-    if (array->ndim() != 4) {
-      checks::fail(op, name, " has an array of shape ", array->shape(), ": expected four dimensions");
-    }
-  }
-  const mx::Shape shape = unpacked(words, bits);
-  mx::Shape groups = shape;
-  groups.back() = shape.back() / group_size;
-  if (shape.back() % group_size != 0 || scales.shape() != groups || biases.shape() != groups) {
-    checks::fail(op, name, " has words of shape ", words.shape(), ", scales of ", scales.shape(), " and biases of ",
-                 biases.shape(), "; the words are ", shape.back(), " integers of ", bits,
-                 " bits a row: expected scales and biases of ", groups, " for groups of ", group_size);
-  }
-  return shape;
-}
+using Triple = PackedRows;
 
 // By mx's attention over keys and values that are unpacked first.
 AttentionCall unpacked_call(const AttentionCall& call, mx::Stream s) {
@@ -113,8 +90,8 @@ AttentionCall checked(const mx::array& queries, const Triple& q_keys, const Trip
   if (queries.ndim() != 4) {
     checks::fail(op, "queries has shape ", queries.shape(), ": expected four dimensions");
   }
-  const mx::Shape keys_shape = check_packed("q_keys", q_keys, group_size, bits);
-  const mx::Shape values_shape = check_packed("q_values", q_values, group_size, bits);
+  const mx::Shape keys_shape = check_packed_rows(op, "q_keys", q_keys, group_size, bits);
+  const mx::Shape values_shape = check_packed_rows(op, "q_values", q_values, group_size, bits);
   check_heads(op, queries.shape(), keys_shape, values_shape);
   const auto& [key_words, key_scales, key_biases] = q_keys;
   const auto& [value_words, value_scales, value_biases] = q_values;

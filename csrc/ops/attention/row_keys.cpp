@@ -14,7 +14,16 @@ mx::array as_column(const mx::array& rows, mx::Stream s) {
   return mx::reshape(rows, {rows.shape(0), 1, rows.ndim() == 2 ? rows.shape(1) : 1, 1}, s);
 }
 
-// Which keys causality, window, starts and ends leave to each query, [batch, 1, queries, keys].
+AttentionOptions masked(AttentionOptions options) {
+  options.causal = false;
+  options.window = 0;
+  options.has_starts = options.has_ends = false;
+  options.has_mask = true;
+  return options;
+}
+
+}  // namespace
+
 mx::array seen_by_rows(const AttentionOptions& options, const std::optional<mx::array>& starts,
                        const std::optional<mx::array>& ends, int queries, int keys, mx::Stream s) {
   const mx::array key = mx::reshape(mx::arange(0, keys, mx::int32, s), {1, 1, 1, keys}, s);
@@ -31,16 +40,6 @@ mx::array seen_by_rows(const AttentionOptions& options, const std::optional<mx::
   }
   return starts ? mx::logical_and(seen, mx::greater_equal(key, as_column(*starts, s), s), s) : seen;
 }
-
-AttentionOptions masked(AttentionOptions options) {
-  options.causal = false;
-  options.window = 0;
-  options.has_starts = options.has_ends = false;
-  options.has_mask = true;
-  return options;
-}
-
-}  // namespace
 
 mx::array with_seen(const std::optional<mx::array>& mask, const mx::array& seen, mx::Stream s) {
   return !mask                        ? seen

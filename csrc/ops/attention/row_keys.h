@@ -18,6 +18,10 @@ AttentionCall with_mask_of_rows(const AttentionCall& call, mx::Stream stream);
 DenseAttention with_mask_of_rows(const DenseAttention& call, const std::optional<mx::array>& starts,
                                  const std::optional<mx::array>& ends, mx::Stream stream);
 
+// Which keys causality, window, starts and ends leave to each query, [batch, 1, queries, keys].
+mx::array seen_by_rows(const AttentionOptions& options, const std::optional<mx::array>& starts,
+                       const std::optional<mx::array>& ends, int queries, int keys, mx::Stream stream);
+
 // A mask that shows no more than the keys seen: of bool, or with -inf for the others where it has numbers.
 mx::array with_seen(const std::optional<mx::array>& mask, const mx::array& seen, mx::Stream stream);
 

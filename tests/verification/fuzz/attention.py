@@ -15,7 +15,7 @@ from verification.fuzz.products import packed, size_of, size_of_packed
 
 import mlx_mittens as mm
 from mlx_mittens.specs import EPSILON
-from mlx_mittens.specs.attention import composed, twin_mask, zero_unseeing
+from mlx_mittens.specs.attention import composed, seen_of_rows, twin_mask, zero_unseeing
 
 EPSILON32 = EPSILON[mx.float32]
 QUERIES = (1, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 100)
@@ -242,6 +242,57 @@ def cascade_attention(draw: Draw) -> Case:
         of_nothing,
         noise=noise,
         rounds_nothing=True,
+        ordinary=False,
+    )
+
+
+def paged_attention(draw: Draw) -> Case:
+    dtype = draw.dtype()
+    shape = _shape(draw, draw.limit(300, 70), draw.limit(20000, 4000))
+    shape.keys = max(shape.keys, 1)
+    block = draw.pick((16, 16, 32, 64))
+    entries = -(-shape.keys // block) + draw.integer(0, 1)
+    blocks = shape.batch * entries + 2
+    kind = draw.kind(("normal",) * 3 + ("constant", "integers"))
+    pool = blocks, shape.key_heads, block
+    shapes = (*shape.of_result[:3], shape.width), (*pool, shape.width), (*pool, shape.value_width)
+    arrays = [draw.array(draw.numbers(s, kind), dtype) for s in shapes]
+    order = draw.rng.permutation(blocks)[: shape.batch * entries]
+    table = mx.array(order.reshape(shape.batch, entries).astype(np.int32))
+    lengths = mx.array(draw.rng.integers(0, shape.keys + 1, shape.batch).astype(np.int32))
+    mask = "causal" if draw.chance(0.3) else None
+    window = draw.pick((1, 2, 8, 33, 64)) if draw.chance(0.2) else None
+    scale = float32(shape.width**-0.5)
+    keys = entries * block
+    seen = mx.array(seen_of_rows(None, lengths, mask == "causal", window, shape.batch, shape.queries, keys))
+
+    def ours(*a: mx.array) -> mx.array:
+        return mm.paged_attention(*a, table, lengths, scale=scale, mask=mask, window=window)
+
+    def rows(pool: mx.array) -> mx.array:
+        taken = pool[table].swapaxes(1, 2)
+        return taken.reshape(shape.batch, shape.key_heads, keys, pool.shape[-1])
+
+    def twin(q: mx.array, *pools: mx.array) -> mx.array:
+        y = mx.fast.scaled_dot_product_attention(q, *map(rows, pools), scale=scale, mask=seen)
+        return zero_unseeing(y, seen, None, shape.queries, keys)
+
+    def in_float64(q: mx.array, *pools: mx.array) -> mx.array:
+        return exact.attention(q, *map(rows, pools), scale, seen, None, None)
+
+    def noise() -> list[np.ndarray | float]:
+        products = _largest_products(size_of(arrays[0]), size_of(rows(arrays[1])))
+        weights = EPSILON32 * (8 + 4 * scale * products) + overflow(products)
+        return [(weights + 2 * EPSILON[dtype]) * size_of(arrays[2]).max(initial=0)]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, mask=mask, window=window, block=block, scale=scale),
+        arrays,
+        ours,
+        twin,
+        in_float64,
+        of_nothing=lambda: [np.zeros(shape.of_result)],
+        noise=noise,
         ordinary=False,
     )
 

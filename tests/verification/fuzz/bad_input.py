@@ -91,6 +91,20 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             [array(*q), array(*kv), array(*kv), array(1, *kv[1:]), array(1, *kv[1:])],
             {"scale": 0.125, "mask": mx.zeros((3, 8), dtype), "sinks": array(4)},
         ),
+        "paged_attention": lambda: (
+            [
+                *(array(*q), array(3, q[1], 16, q[3]), array(3, q[1], 16, q[3])),
+                *(mx.zeros((q[0], 2), mx.int32), mx.zeros((q[0],), mx.int32)),
+            ],
+            {"scale": 0.125, "sinks": array(4), "window": 4},
+        ),
+        "paged_append": lambda: (
+            [
+                *(array(2, 2, 1, 8), array(2, 2, 1, 8), array(3, 2, 16, 8), array(3, 2, 16, 8)),
+                *(mx.array([[0], [1]]), mx.zeros((2,), mx.int32)),
+            ],
+            {},
+        ),
         "rope_append": lambda: (
             [array(1, 6, 2, 8), array(1, 2, 9, 8), array(1, 2, 9, 8), 8],
             {"base": 1e4, "offset": 3, "scale": 1.0, "start": 3, "traditional": True, **norms},

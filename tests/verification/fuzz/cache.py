@@ -132,6 +132,50 @@ def rope_append(draw: Draw) -> Case:
     )
 
 
+def paged_append(draw: Draw) -> Case:
+    """Some tokens go nowhere: before the first key, behind the table, and to blocks that are not in the pool."""
+    dtype = draw.dtype()
+    batch, key_heads, tokens = draw.pick((1, 1, 2, 3)), draw.pick((1, 1, 2, 3)), draw.pick((1, 1, 1, 2, 3, 8, 17, 40))
+    widths = draw.pick((7, 8, 33, 64, 64, 80, 128)), draw.pick((1, 8, 64, 64, 128))
+    block, entries = draw.pick((16, 16, 32, 64)), draw.integer(1, 4)
+    blocks = batch * entries + draw.integer(0, 2)
+    kind = draw.kind(("normal", "normal", "large", "small"))
+    arrays = [draw.array(draw.numbers((batch, key_heads, tokens, n), kind), dtype) for n in widths]
+    arrays += [draw.normal((blocks, key_heads, block, n), dtype) for n in widths]
+    table = draw.rng.permutation(blocks)[: batch * entries].reshape(batch, entries).astype(np.int32)
+    if draw.chance(0.3):
+        table[draw.integer(0, batch - 1), draw.integer(0, entries - 1)] = draw.pick((-1, blocks, 2**31 - 1))
+    positions = draw.rng.integers(-5, entries * block + 3, batch).astype(np.int32)
+    source = np.full((blocks, block), -1)  # the new row that a key gets
+    for row in range(batch):
+        for token in range(tokens):
+            at = int(positions[row]) + token
+            if 0 <= at < entries * block and 0 <= table[row, at // block] < blocks:
+                source[table[row, at // block], at % block] = row * tokens + token
+
+    def ours(*a: mx.array) -> list[mx.array]:
+        return mm.paged_append(*a, mx.array(table), mx.array(positions))[:2]
+
+    def appended(fresh: mx.array, pool: mx.array) -> mx.array:
+        rows = fresh.swapaxes(1, 2).reshape(batch * tokens, key_heads, fresh.shape[3])
+        taken = rows[mx.array(np.maximum(source, 0))].swapaxes(1, 2)
+        return mx.where(mx.array(source >= 0)[:, None, :, None], taken, pool)
+
+    def twin(keys: mx.array, values: mx.array, key_blocks: mx.array, value_blocks: mx.array) -> list[mx.array]:
+        return [appended(keys, key_blocks), appended(values, value_blocks)]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, block=block, entries=entries, positions=positions.tolist()),
+        arrays,
+        ours,
+        twin,
+        twin,
+        of_nothing=lambda: [to_float64(a) for a in arrays[2:]],
+        differentiable=[0, 1, 2, 3],
+        noise=lambda: [0.0, 0.0],
+    )
+
+
 def quantized_rope_append(draw: Draw) -> Case:
     """Buffers are compared unpacked: there the twin is off by its own quantization."""
     dtype, eps = draw.dtype(), float32(1e-6)

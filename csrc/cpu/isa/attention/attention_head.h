@@ -18,13 +18,14 @@ struct Range {
 template <typename T>
 class HeadRows {
  public:
-  HeadRows(const AttentionRows& rows, size_t batch, size_t head, size_t columns)
+  HeadRows(const AttentionRows& rows, const BlockTable& table, size_t batch, size_t head, size_t columns)
       : rows_(rows),
+        table_(table.entries ? &table : nullptr),
         columns_(columns),
-        words_(at<uint32_t>(rows.rows, batch, head)),
-        scales_(at<T>(rows.scales, batch, head)),
-        biases_(at<T>(rows.biases, batch, head)),
-        values_(at<T>(rows.rows, batch, head)) {}
+        words_(at<uint32_t>(rows.rows, table_ ? 0 : batch, head)),
+        scales_(at<T>(rows.scales, table_ ? 0 : batch, head)),
+        biases_(at<T>(rows.biases, table_ ? 0 : batch, head)),
+        values_(at<T>(rows.rows, table_ ? 0 : batch, head)) {}
 
   // Whether rows can be loaded in whole vectors as they lie.
   bool whole() const {
@@ -32,17 +33,24 @@ class HeadRows {
   }
 
   const T* row(size_t i) const {
-    return values_ + static_cast<int64_t>(i) * rows_.rows.row;
+    return values_ + place(rows_.rows, i);
   }
   int64_t stride() const {
     return rows_.rows.row;
   }
+  // How many of n rows from one on lie `stride` from each other.
+  size_t together(size_t i, size_t n) const {
+    return table_ ? smaller(n, (((i >> table_->shift) + 1) << table_->shift) - i) : n;
+  }
 
   // Brings a row into the caches; it may lie beyond the last. Of packed rows, the words.
   MITTENS_INLINE void prefetch(size_t i) const {
+    if (table_ && ((i >> table_->shift) >= table_->count || !table_->has(i >> table_->shift))) {
+      return;
+    }
     const bool packed = rows_.bits != 0;
-    const char* p = packed ? reinterpret_cast<const char*>(words_ + static_cast<int64_t>(i) * rows_.rows.row)
-                           : reinterpret_cast<const char*>(row(i));
+    const char* p =
+        packed ? reinterpret_cast<const char*>(words_ + place(rows_.rows, i)) : reinterpret_cast<const char*>(row(i));
     const size_t bytes = packed ? columns_ * rows_.bits / 8 : columns_ * sizeof(T);
     for (size_t at = 0; at < bytes; at += 64) {
       __builtin_prefetch(p + at, 0, 2);
@@ -69,16 +77,24 @@ class HeadRows {
            static_cast<int64_t>(head) * view.head;
   }
 
+  // Where a row is from the first on.
+  MITTENS_INLINE int64_t place(const AttentionView& view, size_t i) const {
+    if (!table_) {
+      return static_cast<int64_t>(i) * view.row;
+    }
+    const size_t within = i & ((size_t(1) << table_->shift) - 1);
+    return table_->entries[i >> table_->shift] * view.batch + static_cast<int64_t>(within) * view.row;
+  }
+
   void widen_row(const T* row, float* out) const {
     each_vector(columns_, [&](size_t i, auto part) MITTENS_INLINED { write(out + i, load_one(row + i, part), All()); });
   }
 
   template <int bits>
   void unpack_row(size_t i, float* out) const {
-    const int64_t row = static_cast<int64_t>(i);
-    const uint32_t* words = words_ + row * rows_.rows.row;
-    const T* scales = scales_ + row * rows_.scales.row;
-    const T* biases = biases_ + row * rows_.biases.row;
+    const uint32_t* words = words_ + place(rows_.rows, i);
+    const T* scales = scales_ + place(rows_.scales, i);
+    const T* biases = biases_ + place(rows_.biases, i);
     const size_t group = rows_.group_size;
     for (size_t g = 0; g * group < columns_; ++g) {
       const Float scale = spread(value(scales[g]));
@@ -118,6 +134,7 @@ class HeadRows {
   }
 
   const AttentionRows& rows_;
+  const BlockTable* table_;  // or null; of the row of the batch
   size_t columns_;
   const uint32_t* words_;
   const T* scales_;
@@ -134,8 +151,8 @@ class Head {
         head_(index % call.key_heads),
         ratio_(call.heads / call.key_heads),
         rows(ratio_ * call.queries),
-        keys(call.k, batch_, head_, call.width),
-        values(call.v, batch_, head_, call.value_width) {}
+        keys(call.k, call.table, batch_, head_, call.width),
+        values(call.v, call.table, batch_, head_, call.value_width) {}
 
   const Attention& call;
 

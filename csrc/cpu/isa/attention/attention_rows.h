@@ -78,13 +78,16 @@ class FewRows {
     if (wide.data) {
       return body(0, n, wide.data + (begin - wide.first) * columns, static_cast<int64_t>(columns));
     }
-    if (rows.whole()) {
-      return body(0, n, rows.row(begin), rows.stride());
-    }
-    for (size_t j = 0; j < n; j += panel_keys) {
-      const size_t m = smaller(panel_keys, n - j);
-      rows.widen(begin + j, m, panel, columns);
-      body(j, m, panel, static_cast<int64_t>(columns));
+    for (size_t j = 0, m; j < n; j += m) {
+      m = rows.whole() ? rows.together(begin + j, n - j) : 0;
+      m = j + m < n ? m / panel_keys * panel_keys : m;  // the body writes whole panels of scores
+      if (m > 0) {
+        body(j, m, rows.row(begin + j), rows.stride());
+      } else {
+        m = smaller(panel_keys, n - j);
+        rows.widen(begin + j, m, panel, columns);
+        body(j, m, panel, static_cast<int64_t>(columns));
+      }
     }
   }
 
