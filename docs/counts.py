@@ -183,8 +183,8 @@ def made_with() -> str:
 
 def family(op: str) -> str:
     """The family of an op."""
-    modules = {name: import_module(f"{ops.__name__}.{name}") for name in FAMILIES}  # an op has the name of its family
-    return next(name for name, module in modules.items() if op in module.__all__)
+    modules = {name: name for name in FAMILIES} | {"recurrent_layers": "recurrence"}
+    return next(name for file, name in modules.items() if op in import_module(f"{ops.__name__}.{file}").__all__)
 
 
 def table(name: str) -> str:
