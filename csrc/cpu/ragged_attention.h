@@ -5,8 +5,8 @@
 
 namespace mittens::cpu {
 
-// The range of keys of each row of the batch. A row with a range outside of the keys is NaN, and so is a query that sees a
-// key in a block that its pool does not have. Rows of blocks have no starts.
+// The range of keys of each row of the batch. A row with a range outside of the keys is NaN, and so is a query that
+// sees a key in a block that its pool does not have. Rows of blocks have no starts.
 struct RaggedKeys {
   const int32_t* starts;  // [batch], or [batch, queries]; nullptr: 0
   bool has_query_starts;

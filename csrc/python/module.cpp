@@ -91,7 +91,8 @@ NB_MODULE(_ext, module) {
              "Why what rests on private parts of MLX is off; empty where it is on.");
   module.attr("cpu_instructions") = mittens::cpu::isa_name();
   module.def("cpu_give_back", &mittens::cpu::give_back, "Gives memory that was freed back to the system.");
-  module.def("cpu_huge_pages_made", &mittens::cpu::huge_pages_made, "How often a large page of weights was made, or found made.");
+  module.def("cpu_huge_pages_made", &mittens::cpu::huge_pages_made,
+             "How often a large page of weights was made, or found made.");
   module.def("cpu_times_given_back", &mittens::cpu::times_given_back, "How many times memory was given back.");
   module.def("cpu_threads", &mittens::cpu::threads, "How many threads the native CPU code uses.");
   bind_dtype_error(module);

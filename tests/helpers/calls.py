@@ -391,8 +391,8 @@ def _paged(q, key_blocks, value_blocks):
     return mm.paged_attention(q, key_blocks, value_blocks, table, _zeros_of_rows(q) + 18, scale=0.125)
 
 
-def _paged_exactly(q, *pools):
-    rows = [np.concatenate([a[2], a[0, :, :2]], 1)[None] for a in pools]
+def _paged_exactly(q, key_blocks, value_blocks):
+    rows = [np.concatenate([a[2], a[0, :, :2]], 1)[None] for a in (key_blocks, value_blocks)]
     return _attention(q, *(np.repeat(a, len(q), 0) for a in rows))
 
 
@@ -406,8 +406,8 @@ def _paged_append_calls() -> list[Call]:
         table = mx.cumsum(zeros + 1)[:, None] % 8  # a block for each row
         return mm.paged_append(keys, values, key_blocks, value_blocks, table, zeros + 3)[:2]
 
-    def exact(keys, values, *pools):
-        results = [a.copy() for a in pools]
+    def exact(keys, values, key_blocks, value_blocks):
+        results = [a.copy() for a in (key_blocks, value_blocks)]
         for pool, fresh in zip(results, (keys, values), strict=True):
             for row in range(len(fresh)):
                 pool[row + 1, :, 3 : 3 + fresh.shape[2]] = fresh[row]

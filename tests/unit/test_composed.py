@@ -85,9 +85,11 @@ def beside_native(function, *arrays):
 def few(op: specs.Op) -> list[Case]:
     """The smallest of a row's shapes, and of those for gradients: rows of one column have none but rounding.
 
-    Normed products are several ops; unit/matmul/test_normed_products.py has their compositions.
+    Normed products, and the convolution in one, are several ops; unit/matmul/test_normed_products.py and
+    unit/recurrence/test_short_conv_product.py have their compositions.
     """
-    cases = [case for case in op.checks() if case.gpu == "apple" and not case.options.get("is_normed")]
+    fused = {"is_normed", "columns"}
+    cases = [case for case in op.checks() if case.gpu == "apple" and not any(map(case.options.get, fused))]
     cases.sort(key=lambda case: np.prod(case.shape))
     return [case for case in cases if not case.vjp][:6] + [case for case in cases if case.vjp and case.shape[-1] > 1][
         :4

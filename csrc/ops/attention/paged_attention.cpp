@@ -1,4 +1,5 @@
 #include <bit>
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -285,15 +286,20 @@ mx::array paged_attention(const mx::array& q, const Pool& key_blocks, const Pool
   mx::Shape shape = q.shape();
   shape.back() = values[3];
   const bool has_keys = keys[0] > 0 && block_table.shape(1) > 0;
-  if (!has_keys || q.size() == 0 || values[3] == 0) {
+  if (!has_keys || std::count(shape.begin(), shape.end(), 0) > 0) {
     return or_nan(mx::zeros(shape, dtype, s), std::nullopt, lengths, has_keys ? keys[2] * block_table.shape(1) : 0, s);
   }
-  std::string missing = missing_of(call, block_table, s);
-  const bool by_mx = !missing.empty() || is_switched_off(op);
+  const bool has_width = q.shape(3) > 0;
+  if (!has_width) {  // scores are 0, as with one column of zeros
+    call.queries = mx::zeros({q.shape(0), q.shape(1), q.shape(2), 1}, dtype, s);
+    call.keys = {mx::zeros({keys[0], keys[1], keys[2], 1}, dtype, s)};
+  }
+  std::string missing = has_width ? missing_of(call, block_table, s) : "";
+  const bool by_mx = !has_width || !missing.empty() || is_switched_off(op);
   if (!missing.empty()) {
     fallback(op, std::move(missing));
   }
-  if (by_mx && call.options.exact) {
+  if (by_mx && has_width && call.options.exact) {
     checks::fail(op, "is to be exact, and no kernel computes the call: expected scaled_dot_product_attention");
   }
   const AttentionOptions options = call.options;

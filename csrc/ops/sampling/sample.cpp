@@ -510,7 +510,8 @@ std::optional<Penalized> penalties_of_rows(const mx::array& logits) {
     if (count > 0) {
       const int all = adjustment->tokens->shape(0);
       const mx::array& given = *adjustment->tokens;
-      tokens.push_back(mx::astype(count < all ? mx::slice(given, {all - count}, {all}, stream) : given, mx::int64, stream));
+      tokens.push_back(
+          mx::astype(count < all ? mx::slice(given, {all - count}, {all}, stream) : given, mx::int64, stream));
     }
   }
   Adjustment joined{{}, mx::reshape(mx::concatenate(std::move(tokens), 0, stream), {rows, most}, stream)};
