@@ -209,18 +209,20 @@ inline void attention(
 #pragma unroll 1
   for (uint key = range.begin + worker * keys_at_once; key < range.end; key += step) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // queries are read anew, not kept in registers
-    const auto block = blocks.take(key, key + step);
+    const auto block = blocks.take(key, step);
     const bool all_seen = key >= range.seen_by_all_begin && key + keys_at_once <= range.seen_by_all_end;
     const uint hidden = all_seen ? 0 : hidden_keys<C>(key, rows, mask, params, place.lane);
     if (simd_all(hidden == all_hidden<C>())) {
       continue;
     }
-    if (!block.is_there()) {
-      softmax.l += nan_where_seen<C>(hidden);
-      continue;
+    if constexpr (Blocks::may_lack) {
+      if (!block.is_in_pool) {
+        softmax.l += nan_where_seen<C>(hidden);
+        continue;
+      }
     }
-    const auto own_keys = rows_in(block, keys);
-    const auto own_values = rows_in(block, values);
+    const thread auto& own_keys = rows_in(block, keys);
+    const thread auto& own_values = rows_in(block, values);
     Tile<float, C, 1> scores;
     fill(scores, 0.0f);
     multiply_from_source<Shape::width, Shape::at_once>(scores, own_keys, key, limits.end(params), q, place.lane);

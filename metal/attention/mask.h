@@ -72,22 +72,20 @@ struct EveryKey {
 };
 
 // Keys and values that lie one after the other: what a simdgroup takes at once is in no block of its own.
-struct WholeRow {
-  bool is_there() const {
-    return true;
-  }
-};
+struct WholeRow {};
 
 struct WholeRows {
+  static constant constexpr bool may_lack = false;  // keys
+
   void seek(uint key) {}
 
-  WholeRow take(uint key, uint next) {
+  WholeRow take(uint key, uint step) {
     return WholeRow{};
   }
 };
 
 template <typename Rows>
-inline Rows rows_in(WholeRow block, Rows rows) {
+inline thread const Rows& rows_in(WholeRow block, thread const Rows& rows) {
   return rows;
 }
 

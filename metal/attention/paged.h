@@ -11,14 +11,11 @@ struct TableBlock {
   uint at;     // among those of the pool
   uint first;  // key
   bool is_in_pool;
-
-  bool is_there() const {
-    return is_in_pool;
-  }
 };
 
 // Entries of the table outside of the pool are read, what they name is not. An entry is loaded a step before its block.
 struct BlockTable {
+  static constant constexpr bool may_lack = true;
   const device int* entries;  // of the row
   uint last;                  // entry
   uint blocks;
@@ -29,9 +26,9 @@ struct BlockTable {
     next = entries[min(key >> shift, last)];
   }
 
-  TableBlock take(uint key, uint following) {
+  TableBlock take(uint key, uint step) {
     const TableBlock block = TableBlock{uint(next), key >> shift << shift, uint(next) < blocks};
-    seek(following);
+    seek(key + step);
     return block;
   }
 };
