@@ -7,6 +7,7 @@ width)`` of an append. Of the options, ``block`` says how many keys a block has,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,12 @@ from .attention import UNITS, draw_rows, exact_attention, seen_of_rows
 from .op import EPSILON, Case, Exact, Op, cases_for_tests, dequantized, draw_packed, widen
 
 _POOLS = tuple((f"{pool}{what}", "rows") for pool in ("keys", "values") for what in ("", "_scales", "_biases"))
+
+
+def draw_table(rng: np.random.Generator, shape: tuple[int, ...]) -> mx.array:
+    """Each block of a pool once, in any order."""
+    order = np.argsort(rng.random(math.prod(shape)), kind="stable")  # a calibration repeats few numbers
+    return mx.array(order.reshape(shape).astype(np.int32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +83,7 @@ class PagedAttentionOp(PagedOp):
             elif kind == "sinks":
                 arrays.append(mx.array(rng.standard_normal(shape)).astype(dtype) if options["sinks"] else None)
             elif name == "block_table":
-                arrays.append(mx.array(rng.permutation(shape[0] * shape[1]).reshape(shape).astype(np.int32)))
+                arrays.append(draw_table(rng, shape))
             elif name == "lengths":
                 lengths = rng.integers(keys // 2, keys + 1, shape) if options["ragged"] else np.full(shape, keys)
                 arrays.append(mx.array(lengths.astype(np.int32)))
@@ -146,7 +153,7 @@ class PagedAppendOp(PagedOp):
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
             if name == "block_table":
-                arrays.append(mx.array(rng.permutation(shape[0] * shape[1]).reshape(shape).astype(np.int32)))
+                arrays.append(draw_table(rng, shape))
             elif name == "positions":
                 arrays.append(mx.full(shape, self.first(case), mx.int32))
             elif name.startswith("new"):

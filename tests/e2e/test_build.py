@@ -226,7 +226,7 @@ def test_a_source_archive_holds_what_the_build_needs(tmp_path):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("no git repository: an archive was unpacked")
-    code = "import sys; from scikit_build_core.build import library_sdist; print(build_sdist(sys.argv[1]))"
+    code = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with tarfile.open(tmp_path / done.stdout.split()[-1]) as archive:

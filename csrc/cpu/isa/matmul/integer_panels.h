@@ -168,7 +168,8 @@ class IntegerPanels {
             const size_t word = (w + j) * X::of_word + k.value;
             if constexpr (Form::pairs) {
               for (size_t l = 0; l < 4; ++l) {
-                __builtin_memcpy(words + word / 2 * 2 * lanes + (i + l) * 2 + word % 2, &weights[l], 4);
+                const uint32_t of_output = weights[l];
+                __builtin_memcpy(words + word / 2 * 2 * lanes + (i + l) * 2 + word % 2, &of_output, 4);
               }
             } else {
               __builtin_memcpy(words + word * lanes + i, &weights, 16);
