@@ -61,6 +61,7 @@ std::string what_makes(std::string_view primitive) {
       {"LayerNormVjpVjp", "layer_norm"},
       {"QuantizedMatmulSum", "quantized_matmul"},
       {"RecurrenceVjp", ""},  // of any of the recurrences
+      {"ShortConvProduct", "short_conv_token"},
       {"SoftcapVjp", "softcap"},
       {"SoftmaxVjp", "softmax"},
       {"ScaledDotProductAttentionVjp", "scaled_dot_product_attention"},
