@@ -12,7 +12,7 @@ import pytest
 from helpers.simulate import HEADER, kernel, register, run
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import CompileError, build, cache
+from mlx_mittens.frontend import CompileError, build, cache, library
 from mlx_mittens.frontend.check import dialect
 from mlx_mittens.frontend.read import sources
 from mlx_mittens.simulator import Fault
@@ -862,7 +862,7 @@ def test_prebuilt(tmp_path, monkeypatch):
     assert {path.stem for path in (tmp_path / "ptx" / prebuild.ARCH).iterdir()} == names
     some = tmp_path / "ptx" / prebuild.ARCH / f"{sorted(names)[0]}.ptx"
     some.write_text(some.read_text() + "// prebuilt\n")
-    monkeypatch.setattr(build, "_installed", lambda: tmp_path)
+    monkeypatch.setattr(library, "installed", lambda: tmp_path)
     assert frontend.ptx("norm/softmax.metal", some.stem).endswith("// prebuilt\n")
     frontend.register_source("norm/softmax.metal", frontend.source("norm/softmax.metal") + "\n// changed\n")
     try:
