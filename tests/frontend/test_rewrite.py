@@ -109,7 +109,7 @@ PASSES = {
     "a conversion function": (rewrite.types, "operator float2() const", "operator ::metal::vec<float, 2>() const"),
     "a qualified constructor": (rewrite.types, "x = metal::float4(y);", "x = float4(y);"),
     "a reference to an array by name": (rewrite.types, "f(device uint4 (&x)[2])", "f(device vec<uint, 4> (&x)[2])"),
-    "strings": (rewrite.strings, 'log("a" "b");', 'log((constant const char*)("a" "b"));'),
+    "strings": (rewrite.strings, 'log("a" "b");', 'log((constant char*)("a" "b"));'),
     "no strings of the compiler": (rewrite.strings, 'static_assert(x, "a");', 'static_assert(x, "a");'),
     "numbers": (
         rewrite.numbers,
