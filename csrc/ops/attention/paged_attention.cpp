@@ -1,4 +1,3 @@
-#include <bit>
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -15,6 +14,7 @@
 #include "ops/attention/attention_composed.h"
 #include "ops/attention/plan.h"
 #include "ops/attention/row_keys.h"
+#include "ops/cache/paged.h"
 #include "ops/matmul/affine.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -32,15 +32,9 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "paged_attention";
-constexpr int fewest_block_keys = 16;  // a simdgroup takes so many at once
 
 int keys_of(const mx::array& pool, const mx::array& table) {
   return pool.shape(2) * table.shape(1);
-}
-
-// Which entries of the table are blocks of the pool, [batch, entries].
-mx::array named_blocks(const mx::array& pool, const mx::array& table, mx::Stream s) {
-  return mx::logical_and(mx::greater_equal(table, mx::array(0), s), mx::less(table, mx::array(pool.shape(0)), s), s);
 }
 
 // The rows of a pool that a table names, [batch, heads, keys, ..], zeros where `is_there` [batch, 1, keys, 1] is false.
@@ -85,7 +79,7 @@ class PagedAttention : public KernelPrimitive {
     const size_t first_value = options.bits ? 4 : 2;
     const mx::array lengths = mx::stop_gradient(inputs.end()[-2], s), table = mx::stop_gradient(inputs.back(), s);
     const int block = inputs[1].shape(2), keys = keys_of(inputs[1], table);
-    const mx::array named = named_blocks(inputs[1], table, s);
+    const mx::array named = are_blocks(table, inputs[1], s);
     const mx::array blocks = mx::where(named, table, mx::array(0), s);
     const mx::array is_named = mx::reshape(mx::repeat(named, block, 1, s), {table.shape(0), 1, 1, keys}, s);
     const mx::array key = mx::reshape(mx::arange(0, keys, mx::int32, s), {1, 1, 1, keys}, s);
@@ -161,12 +155,6 @@ class PagedAttention : public KernelPrimitive {
   AttentionOptions options_;
 };
 
-using Pool = std::variant<mx::array, PackedRows>;
-
-bool is_packed(const Pool& pool) {
-  return std::holds_alternative<PackedRows>(pool);
-}
-
 // The pool's shape in elements.
 mx::Shape check_pool(const char* name, const Pool& pool, int group_size, int bits) {
   if (const auto* packed = std::get_if<PackedRows>(&pool)) {
@@ -179,22 +167,9 @@ mx::Shape check_pool(const char* name, const Pool& pool, int group_size, int bit
   return rows.shape();
 }
 
-void check_numbers(const char* name, const mx::array& numbers, const mx::Shape& shape) {
-  if (numbers.dtype() != mx::int32) {
-    checks::fail<DtypeError>(op, name, " has dtype ", numbers.dtype(),
-                             ": expected int32; convert it by .astype(mx.int32)");
-  }
-  if (numbers.shape() != shape) {
-    checks::fail(op, name, " has shape ", numbers.shape(), ": expected ", shape,
-                 ", a number for each row of the batch");
-  }
-}
-
 // The arrays of a pool, which would be copied whole where they were of another type than the queries.
-Arrays arrays_of(const char* name, const Pool& pool, mx::Dtype dtype) {
-  Arrays arrays = is_packed(pool)
-                      ? std::apply([](const auto&... each) { return Arrays{each...}; }, std::get<PackedRows>(pool))
-                      : Arrays{std::get<mx::array>(pool)};
+Arrays checked_arrays(const char* name, const Pool& pool, mx::Dtype dtype) {
+  Arrays arrays = arrays_of(pool);
   for (size_t i = is_packed(pool) ? 1 : 0; i < arrays.size(); ++i) {
     if (arrays[i].dtype() != dtype) {
       checks::fail<DtypeError>(op, name, " has an array of dtype ", arrays[i].dtype(), ", q has dtype ", dtype,
@@ -215,17 +190,8 @@ void check_shapes(const mx::Shape& queries, const mx::Shape& keys, const mx::Sha
   if (queries[1] == 0 || keys[1] == 0 || queries[1] % keys[1] != 0) {
     checks::fail(op, "q has ", queries[1], " heads, key_blocks has ", keys[1], ": expected a multiple");
   }
-  if (keys[2] < fewest_block_keys || !std::has_single_bit(static_cast<uint32_t>(keys[2]))) {
-    checks::fail(op, "key_blocks has blocks of ", keys[2], " keys: expected 16, 32, 64 or another power of two");
-  }
-  if (table.dtype() != mx::int32) {
-    checks::fail<DtypeError>(op, "block_table has dtype ", table.dtype(),
-                             ": expected int32; convert it by .astype(mx.int32)");
-  }
-  if (table.ndim() != 2 || table.shape(0) != queries[0]) {
-    checks::fail(op, "block_table has shape ", table.shape(), ": expected two dimensions, the first of ", queries[0],
-                 " rows");
-  }
+  check_block_keys(op, keys[2]);
+  check_block_table(op, table, queries[0]);
 }
 
 // Why no kernel covers a call that sums up something; empty where one does.
@@ -260,10 +226,7 @@ mx::array paged_attention(const mx::array& q, const Pool& key_blocks, const Pool
   if (q.ndim() != 4) {
     checks::fail(op, "q has shape ", q.shape(), ": expected four dimensions");
   }
-  if (is_packed(key_blocks) != is_packed(value_blocks)) {
-    checks::fail(op, is_packed(key_blocks) ? "key_blocks" : "value_blocks",
-                 " is a triple and the other an array: expected both to be packed, or none");
-  }
+  check_both_packed(op, key_blocks, value_blocks);
   const bool packed = is_packed(key_blocks);
   if (packed) {
     affine_format(op, group_size, bits, true);
@@ -271,12 +234,12 @@ mx::array paged_attention(const mx::array& q, const Pool& key_blocks, const Pool
   const mx::Shape keys = check_pool("key_blocks", key_blocks, group_size, bits);
   const mx::Shape values = check_pool("value_blocks", value_blocks, group_size, bits);
   check_shapes(q.shape(), keys, values, block_table);
-  check_numbers("lengths", lengths, {q.shape(0)});
+  check_numbers(op, "lengths", lengths, q.shape(0));
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"q", q}});
   AttentionCall call{
       .queries = q,
-      .keys = arrays_of("key_blocks", key_blocks, dtype),
-      .values = arrays_of("value_blocks", value_blocks, dtype),
+      .keys = checked_arrays("key_blocks", key_blocks, dtype),
+      .values = checked_arrays("value_blocks", value_blocks, dtype),
       .options = {
           .scale = scale, .bits = packed ? bits : 0, .group_size = packed ? group_size : 0, .exact = is_exact()}};
   take_mask(op, call, mask ? MaskArgument(*mask) : MaskArgument(), window, s);

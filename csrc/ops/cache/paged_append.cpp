@@ -1,17 +1,16 @@
 #include <algorithm>
 #include <bit>
 #include <optional>
-#include <tuple>
 #include <utility>
-#include <variant>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 
-#include "cpu/copy.h"
 #include "cpu/paged_append.h"
 #include "mlx/ops.h"
+#include "ops/cache/buffer_copies.h"
+#include "ops/cache/paged.h"
 #include "ops/cache/rope_append.h"
 #include "ops/matmul/affine.h"
 #include "params/cache.h"
@@ -101,10 +100,8 @@ class PagedAppend : public KernelPrimitive {
     const mx::array safe = mx::where(in_table, at, mx::array(0), s);
     const mx::array entry =
         mx::take_along_axis(table, mx::right_shift(safe, mx::array(std::countr_zero(uint32_t(block))), s), 1, s);
-    const mx::array named =
-        mx::logical_and(mx::greater_equal(entry, mx::array(0), s), mx::less(entry, mx::array(pool.shape(0)), s), s);
-    const mx::array blocks =
-        mx::flatten(mx::where(mx::logical_and(in_table, named, s), entry, mx::array(pool.shape(0)), s), 0, 1, s);
+    const mx::array goes = mx::logical_and(in_table, are_blocks(entry, pool, s), s);
+    const mx::array blocks = mx::flatten(mx::where(goes, entry, mx::array(pool.shape(0)), s), 0, 1, s);
     const mx::array within = mx::flatten(mx::bitwise_and(safe, mx::array(block - 1), s), 0, 1, s);
     const mx::array sources = row_of_key(pool, blocks, within, s);
     Arrays outputs = {mx::add(positions, mx::array(tokens), s)};
@@ -192,12 +189,7 @@ class PagedAppend : public KernelPrimitive {
     } else {
       launch.params(params);
     }
-    std::vector<Launch> all;
-    for (size_t i = 1; i <= buffers(); ++i) {
-      if (needs_copy(inputs[i], outputs[i])) {
-        all.push_back(copy_launch(inputs[i], outputs[i]));
-      }
-    }
+    std::vector<Launch> all = buffer_copies(inputs, outputs, buffers());
     all.push_back(std::move(launch));
     return all;
   }
@@ -236,19 +228,8 @@ class PagedAppend : public KernelPrimitive {
         .group_size = static_cast<size_t>(packing_.group_size),
         .bits = static_cast<size_t>(packing_.bits),
     };
-    std::vector<std::function<void()>> copies;
-    for (size_t i = 1; i <= buffers(); ++i) {
-      if (needs_copy(inputs[i], outputs[i])) {
-        copies.push_back([from = data_of(inputs[i]), to = data_of(outputs[i]), item = inputs[i].itemsize(),
-                          shape = inputs[i].shape(), strides = inputs[i].strides()] {
-          cpu::copy_strided(from, to, item, shape.data(), strides.data(), shape.size());
-        });
-      }
-    }
-    return [call, copies = std::move(copies)] {
-      for (const auto& copy : copies) {
-        copy();
-      }
+    return [call, copy = native_buffer_copies(inputs, outputs, buffers())] {
+      copy();
       cpu::paged_append(call);
     };
   }
@@ -277,30 +258,13 @@ class PagedAppend : public KernelPrimitive {
     return static_cast<uint32_t>(std::countr_zero(static_cast<uint32_t>(inputs[1].shape(2))));
   }
 
-  // Whether an output has memory of its own instead of the input's.
-  static bool needs_copy(const mx::array& input, const mx::array& output) {
-    return input.size() > 0 && !same_memory(input, output) && !allocates_stand_ins();
-  }
-
   Packing packing_;
 };
 
-using Triple = std::tuple<mx::array, mx::array, mx::array>;
-using Pool = std::variant<mx::array, Triple>;
 using Result = std::tuple<Pool, Pool, mx::array>;
 
-bool is_packed(const Pool& pool) {
-  return std::holds_alternative<Triple>(pool);
-}
-
-Arrays arrays_of(const Pool& pool) {
-  const auto* triple = std::get_if<Triple>(&pool);
-  return triple ? Arrays{std::get<0>(*triple), std::get<1>(*triple), std::get<2>(*triple)}
-                : Arrays{std::get<mx::array>(pool)};
-}
-
 Pool pool_of(const mx::array* arrays, bool packed) {
-  return packed ? Pool(Triple{arrays[0], arrays[1], arrays[2]}) : Pool(arrays[0]);
+  return packed ? Pool(std::tuple(arrays[0], arrays[1], arrays[2])) : Pool(arrays[0]);
 }
 
 // Buffers of a pool against the rows that are to go there; `like` is the first buffer of keys.
@@ -347,33 +311,16 @@ void check(const mx::array& keys, const mx::array& values, const mx::array& pool
   if (pool.ndim() != 4) {
     checks::fail(op, "key_blocks has an array of shape ", pool.shape(), ": expected four dimensions");
   }
-  if (pool.shape(2) < 16 || !std::has_single_bit(static_cast<uint32_t>(pool.shape(2)))) {
-    checks::fail(op, "key_blocks has blocks of ", pool.shape(2), " keys: expected 16, 32, 64 or another power of two");
-  }
-  for (const auto& [name, numbers] : {std::pair("block_table", &table), std::pair("positions", &positions)}) {
-    if (numbers->dtype() != mx::int32) {
-      checks::fail<DtypeError>(op, name, " has dtype ", numbers->dtype(),
-                               ": expected int32; convert it by .astype(mx.int32)");
-    }
-  }
-  if (table.ndim() != 2 || table.shape(0) != keys.shape(0)) {
-    checks::fail(op, "block_table has shape ", table.shape(), ": expected two dimensions, the first of ", keys.shape(0),
-                 " rows");
-  }
-  if (positions.shape() != mx::Shape{keys.shape(0)}) {
-    checks::fail(op, "positions has shape ", positions.shape(), ": expected (", keys.shape(0),
-                 "), a number for each row of the batch");
-  }
+  check_block_keys(op, pool.shape(2));
+  check_block_table(op, table, keys.shape(0));
+  check_numbers(op, "positions", positions, keys.shape(0));
 }
 
 Result paged_append(const mx::array& keys, const mx::array& values, const Pool& key_blocks, const Pool& value_blocks,
                     const mx::array& block_table, const mx::array& positions, int group_size, int bits,
                     mx::StreamOrDevice where) {
   const mx::Stream s = checks::checked_stream(op, where);
-  if (is_packed(key_blocks) != is_packed(value_blocks)) {
-    checks::fail(op, is_packed(key_blocks) ? "key_blocks" : "value_blocks",
-                 " is a triple and the other an array: expected both to be packed, or none");
-  }
+  check_both_packed(op, key_blocks, value_blocks);
   const bool packed = is_packed(key_blocks);
   if (packed) {
     affine_format(op, group_size, bits, true);

@@ -4,11 +4,11 @@
 #include <cmath>
 #include <utility>
 
-#include "cpu/copy.h"
 #include "cpu/rope_append.h"
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "mlx_internals/known.h"
+#include "ops/cache/buffer_copies.h"
 #include "ops/norm/norms.h"
 #include "ops/norm/weight_offset.h"
 #include "params/cache.h"
@@ -318,13 +318,7 @@ class RopeAppend : public KernelPrimitive {
       launch.params(params);
     }
 
-    std::vector<Launch> all;
-    all.reserve(1 + rope_.buffers());
-    for (size_t i = 1; i <= rope_.buffers(); ++i) {
-      if (needs_copy(inputs[i], outputs[i])) {
-        all.push_back(copy_launch(inputs[i], outputs[i]));
-      }
-    }
+    std::vector<Launch> all = buffer_copies(inputs, outputs, rope_.buffers());
     if (shape.tokens > 0) {
       all.push_back(std::move(launch));
     }
@@ -371,19 +365,8 @@ class RopeAppend : public KernelPrimitive {
         .group_size = static_cast<size_t>(rope_.packing.group_size),
         .bits = static_cast<size_t>(rope_.packing.bits),
     };
-    std::vector<std::function<void()>> copies;
-    for (size_t i = 1; i <= rope_.buffers(); ++i) {
-      if (needs_copy(inputs[i], outputs[i])) {
-        copies.push_back([from = data_of(inputs[i]), to = data_of(outputs[i]), item = inputs[i].itemsize(),
-                          shape = inputs[i].shape(), strides = inputs[i].strides()] {
-          cpu::copy_strided(from, to, item, shape.data(), strides.data(), shape.size());
-        });
-      }
-    }
-    return [call, copies = std::move(copies)] {
-      for (const auto& copy : copies) {
-        copy();
-      }
+    return [call, copy = native_buffer_copies(inputs, outputs, rope_.buffers())] {
+      copy();
       cpu::rope_append(call);
     };
   }
@@ -479,11 +462,6 @@ class RopeAppend : public KernelPrimitive {
     mx::array* first = &outputs[1 + which * rope_.buffers() / 2];
     return is_packed() ? cpu::CacheBuffer{data_of(first[0]), data_of(first[1]), data_of(first[2])}
                        : cpu::CacheBuffer{data_of(first[0])};
-  }
-
-  // Whether an output has memory of its own instead of the input's.
-  static bool needs_copy(const mx::array& input, const mx::array& output) {
-    return input.size() > 0 && !same_memory(input, output) && !allocates_stand_ins();
   }
 
   const mx::array* freqs(const Arrays& inputs) const {
