@@ -35,9 +35,9 @@ constexpr size_t least_bytes = size_t{256} << 10;
 // to the address, and a page that is large already costs nothing.
 constexpr uint32_t calls_before = 2, calls_of_round = 1024;
 
-// The inverse of the share of time that making pages may take: where memory is scarce, or comes from a host, a page may
-// cost milliseconds, and tokens wait for it.
-constexpr int64_t share = 20;
+// Pages are made in one twentieth of the time: where memory is scarce, or comes from a host, a page may cost
+// milliseconds, and tokens wait for it.
+constexpr int64_t pauses = 19;  // for each time that a page takes
 
 int64_t now() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
@@ -65,8 +65,9 @@ Weights& weights_at(uintptr_t at) {
   const size_t first = (at >> 12) * 0x9e3779b97f4a7c15u >> 32;
   for (size_t i = 0; i < tries; ++i) {
     Weights& weights = all_weights[(first + i) % places];
-    uintptr_t found = 0;
-    if (weights.data.compare_exchange_strong(found, at, std::memory_order_relaxed) || found == at) {
+    uintptr_t found = weights.data.load(std::memory_order_relaxed);
+    if (found == at || (found == 0 && weights.data.compare_exchange_strong(found, at, std::memory_order_relaxed)) ||
+        found == at) {
       return weights;
     }
   }
@@ -81,8 +82,8 @@ std::atomic<int64_t> next_time = 0;
 // Makes pages `tried`, .. of some for as long as their share of time allows. Fails where a page is not all mapped, lies
 // in a file, or none is free: small pages stay then.
 void make_pages(uintptr_t first, size_t count, std::atomic<size_t>& tried) {
-  for (int64_t start; tried.load(std::memory_order_relaxed) < count;) {
-    start = now();
+  while (tried.load(std::memory_order_relaxed) < count) {
+    const int64_t start = now();
     if (start < next_time.load(std::memory_order_relaxed)) {
       return;
     }
@@ -91,21 +92,20 @@ void make_pages(uintptr_t first, size_t count, std::atomic<size_t>& tried) {
       made.fetch_add(1, std::memory_order_relaxed);
     }
     const int64_t end = now();
-    next_time.store(end + (end - start) * (share - 1), std::memory_order_relaxed);
+    next_time.store(end + (end - start) * pauses, std::memory_order_relaxed);
   }
 }
 
 }  // namespace
 
 void note_weights(const void* data, size_t bytes) {
-  if (bytes < least_bytes) {
+  static const bool makes = allowed();
+  if (!makes || bytes < least_bytes) {
     return;
   }
   const auto at = reinterpret_cast<uintptr_t>(data);
   Weights& weights = weights_at(at);
-  const uint32_t calls = weights.calls.fetch_add(1, std::memory_order_relaxed) % calls_of_round;
-  static const bool makes = allowed();
-  if (!makes || calls < calls_before) {
+  if (weights.calls.fetch_add(1, std::memory_order_relaxed) % calls_of_round < calls_before) {
     weights.pages.store(0, std::memory_order_relaxed);
     return;
   }

@@ -10,9 +10,9 @@ namespace mittens::cpu {
 // Products of more rows read weights for longer than memory takes.
 constexpr size_t most_noted_rows = 8;
 
-// Notes that a product of few rows reads these bytes. Weights that are read again and again get large pages, one
-// by one so that no token waits for all; the bytes stay where they are. Does nothing where the system has no such
-// call, or where its administrator turned large pages off.
+// Notes that a product of few rows reads these bytes. Weights that are read again and again get large pages, one by one
+// so that no token waits for all; the bytes stay where they are. Does nothing where the system has no such call, or
+// where its administrator turned large pages off.
 void note_weights(const void* data, size_t bytes);
 
 // How often this process made a large page, or found it made.

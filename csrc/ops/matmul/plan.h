@@ -8,6 +8,7 @@
 #include "backends/launch.h"
 #include "cpu/gguf.h"
 #include "ops/matmul/affine.h"
+#include "runtime/array_layout.h"
 #include "runtime/calibration.h"
 #include "runtime/gpu.h"
 
