@@ -138,7 +138,7 @@ def layers_for_memory(name: str, dtype: mx.Dtype, quantization: dict[str, Any]) 
     return fitting
 
 
-def _vocabulary(model: nn.Module) -> int:
+def vocabulary(model: nn.Module) -> int:
     """How many tokens there are; a model within another class, as of one that sees, does not say."""
     return getattr(model.args, "vocab_size", None) or model(mx.array([[0]])).shape[-1]
 
@@ -156,7 +156,7 @@ def _prefill(model: nn.Module, tokens: int) -> tuple[float, list]:
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
-    prompt = mx.random.randint(0, _vocabulary(model), (tokens,))
+    prompt = mx.random.randint(0, vocabulary(model), (tokens,))
     mx.eval(prompt)
     mx.synchronize()
     start = time.perf_counter()

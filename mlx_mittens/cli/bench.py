@@ -238,10 +238,10 @@ def _check_combination(arguments: argparse.Namespace) -> None:
             del refused["peer"]
         given = [name for name, value in refused.items() if value is not None and value is not False]
         rule = "does not go with --model, which takes --device, --json, " + ", ".join(
-            f"--{name}" for name in bench_models.DEFAULTS
+            f"--{name.replace('_', '-')}" for name in bench_models.DEFAULTS
         )
     if given:
-        raise UsageError(f"--{given[0]} {rule}")
+        raise UsageError(f"--{given[0].replace('_', '-')} {rule}")
 
 
 def run(arguments: argparse.Namespace) -> int:

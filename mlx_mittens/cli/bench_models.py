@@ -24,7 +24,7 @@ from ..bench import architectures, llama_cpp, machine, model_folders
 from ..bench.model_folders import ModelError
 from ..bench.models import DTYPES, FORMATS, STEPS, Row, Subject, measure, published_layers
 from ..table import Column, show
-from . import bench_memory
+from . import bench_memory, bench_requests
 from .completion import offer_list
 from .options import UsageError, chosen
 from .runs import Ending, JsonFile, each, finish, progress, steps
@@ -65,6 +65,8 @@ DEFAULTS: dict[str, Any] = {
     "tokens": 64,
     "seconds": 30.0,
     "memory": False,
+    "requests": None,
+    "kv_bits": None,
 }
 
 
@@ -100,6 +102,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure memory in the place of time, with caches of half types, 8 and 4 bits (a prompt of "
         f"{bench_memory.PROMPT} and {bench_memory.TOKENS} tokens)",
     )
+    group.add_argument(
+        "--requests",
+        metavar="A,B",
+        default=argparse.SUPPRESS,
+        help="time these numbers of requests at once, beside requests one by one",
+    )
+    group.add_argument(
+        "--kv-bits",
+        metavar="A,B",
+        default=argparse.SUPPRESS,
+        help="with --requests: of quantized caches beside half ones",
+    )
 
 
 def run(arguments: argparse.Namespace, file: JsonFile) -> int:
@@ -117,6 +131,10 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     if unused and not any(subject.weights for subject in todo):
         raise UsageError(f"--{unused[0]} is of random weights: {todo[0].model} has its own")
     _check_models(todo)
+    if options.requests is not None:
+        return bench_requests.run(arguments, options, todo, file)
+    if options.kv_bits is not None:
+        raise UsageError("--kv-bits goes with --requests")
     if options.memory:
         return bench_memory.run(arguments, todo, file)
     peer = _peer(options.peer, todo)

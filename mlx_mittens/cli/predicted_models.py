@@ -33,7 +33,7 @@ CONTEXT = 64  # tokens before the one that is predicted
 VOCABULARY = 24832  # rows of the head that are simulated: enough for a plan to know it by
 _CHIPS = "m2-max,m4-max"
 _TAKEN = ("chip", "json", "minutes", "weights", "dtype", "prompt")
-_REFUSED = ("layers", "tokens", "seconds", "quick", "ops", "plot", "seed")
+_REFUSED = ("layers", "tokens", "seconds", "memory", "requests", "kv_bits", "quick", "ops", "plot", "seed")
 _COLUMNS = (
     Column("model", left=True),
     Column("weights", left=True),
@@ -244,7 +244,7 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     unused = [name for name in _REFUSED if given.get(name) not in (None, False)]
     if unused:
         taken = ", ".join(f"--{name}" for name in _TAKEN)
-        raise UsageError(f"--{unused[0]} does not go with --predict --model, which takes {taken}")
+        raise UsageError(f"--{unused[0].replace('_', '-')} does not go with --predict --model, which takes {taken}")
     if frontend.compiler_problem():
         raise UsageError(frontend.compiler_problem())
     chips = chosen_chips(arguments.chip or _CHIPS, ours_alone=True)

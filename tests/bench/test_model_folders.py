@@ -190,9 +190,9 @@ def test_without_mlx_lm(monkeypatch, capsys):
 
 def test_how_many_tokens_a_model_knows(folder):
     loaded = model_folders.load(str(folder)).model
-    assert models._vocabulary(loaded) == 320
+    assert models.vocabulary(loaded) == 320
     del loaded.args.vocab_size
-    assert models._vocabulary(loaded) == 320
+    assert models.vocabulary(loaded) == 320
 
 
 def test_the_errors_are_for_people():
