@@ -194,6 +194,7 @@ def _decode(model: nn.Module, caches: list, tokens: int, seconds: float) -> Spee
             before = now
             if now - start > seconds:
                 break
+        mx.synchronize()  # the loop runs one ahead: its last token would run in the next contender's time
     steady = times[1:] or times  # the first waits for two: the loop runs one ahead
     return Speed(1 / statistics.median(steady), len(steady))
 
