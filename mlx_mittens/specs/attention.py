@@ -366,7 +366,7 @@ _AHEAD_TESTS = tuple(
         *_on_nvidia((1, 2, 1, 1, 70, width), (1, 2, 1, 9, 40, width), mask="causal"),
         *_on_nvidia((66, 1, 1, 17, 20, width), mask="causal", window=5),
     )
-)
+) + _on_nvidia((1, 2, 2, 1, 640, 64))  # parts that eight simdgroups put together
 
 _PACKED_TESTS = tuple(
     case

@@ -126,7 +126,7 @@ Size3 combine_grid(const AttentionSizes& sizes) {
 }
 
 Launch combine_launch(const mx::array& partials, const mx::array& y, const mx::array* logsumexp,
-                      const AttentionSizes& sizes, uint32_t splits) {
+                      const AttentionSizes& sizes, uint32_t splits, uint32_t simdgroups) {
   AttentionCombineParams params{};
   params.rows = static_cast<uint32_t>(sizes.rows());
   params.width = sizes.value_width;
@@ -134,9 +134,9 @@ Launch combine_launch(const mx::array& partials, const mx::array& y, const mx::a
   params.has_logsumexp = logsumexp != nullptr;
   Launch launch;
   launch.file = combine_file;
-  launch.kernel = kernel_name(y.dtype(), "attention", "combine");
+  launch.kernel = kernel_name(y.dtype(), "attention", "combine_", simdgroups);
   launch.threadgroups = combine_grid(sizes);
-  launch.threads = {32 * kCombineSimdgroups, 1, 1};
+  launch.threads = {32 * simdgroups, 1, 1};
   return launch.input(partials).output(y).output_if(logsumexp, y).params(params);
 }
 
@@ -239,7 +239,8 @@ std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, con
     return in_order(std::move(launch));
   }
   const auto partials = std::make_shared<mx::array>(partials_of(all.sizes, all.plan.splits, stream));
-  Launch combine = combine_launch(*partials, y, logsumexp, all.sizes, all.plan.splits);
+  Launch combine = combine_launch(*partials, y, logsumexp, all.sizes, all.plan.splits,
+                                  combine_simdgroups(all.plan.splits, options, stream));
   launch.owner = combine.owner = partials;
   launch.output(*partials).stand_in(inputs[0]);
   add_params(launch, all.params, options, inputs);
@@ -268,8 +269,7 @@ std::vector<Launch> cascade_launches(std::vector<mx::array> prefix, const Attent
                     partials_of(second.sizes, second.plan.splits, stream)};
   leave_parts(first, held->partials[0], prefix_options, held->prefix);
   leave_parts(second, held->partials[1], own_options, held->own);
-  // A simdgroup takes 16 parts at once.
-  const uint32_t simdgroups = params.prefix_splits + params.own_splits > 32 ? kCombineSimdgroups : 1;
+  const uint32_t simdgroups = combine_simdgroups(params.prefix_splits + params.own_splits, own_options, stream);
   Launch last;
   last.file = cascade_file;
   last.kernel = kernel_name(y.dtype(), "attention", "cascade_", simdgroups);

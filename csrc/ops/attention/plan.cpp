@@ -227,6 +227,13 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
   return plan;
 }
 
+uint32_t combine_simdgroups(uint32_t parts, const AttentionOptions& options, mx::Stream stream) {
+  // One takes 16 parts at once. The order of an exact sum must not depend on how many parts there are.
+  constexpr uint32_t few = 32;
+  const bool is_tried = options.leaves_parts || gpu_of(stream).vendor == Gpu::Vendor::apple;
+  return is_tried && (options.exact || parts <= few) ? 1 : kCombineSimdgroups;
+}
+
 const char* why_not_launched(const AttentionSizes& sizes, size_t mask_elements, mx::Stream stream) {
   constexpr uint64_t most_groups = 65535;  // of CUDA's grids along their last two axes
   const uint32_t heads = mask_elements > 0 ? sizes.heads : sizes.key_heads;  // a mask's gradient is by heads
