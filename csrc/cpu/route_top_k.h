@@ -12,11 +12,17 @@ struct Route {
   bool renormalize;
   bool descending;
   float scale;
+  bool precise;
+  float eps;
+  int groups;
+  int kept;
+  float dropped;
 };
 
-// For each row of logits the experts of the k largest round(scores) + bias, and their weights: scale * scores, without
-// the bias, divided by their sum where they are renormalized. In descending order, the first of equals first; or in
-// ascending order, the last of equals last. NaN counts as the least in descending order, as the largest in ascending.
+// For each row of logits the experts of the k largest round(scores) + bias, unrounded where precise, and their weights:
+// scale * scores, without the bias, divided by their sum where they are renormalized. In descending order, the first of
+// equals first; or in ascending order, the last of equals last. NaN counts as the least in descending order, as the
+// largest in ascending. Keys of all but the `kept` groups with the largest sums of two keys are `dropped`.
 void route_top_k(Type type,  // of logits and weights
                  const Route& route,
                  const void* logits,  // [rows, experts]

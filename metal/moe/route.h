@@ -1,8 +1,9 @@
 // A router's choice by one simdgroup: its lanes share out the experts of a token, and find the next of the chosen.
 //
-//   scores[e] = softmax(logits)[e], sigmoid(logits[e]) or logits[e];   key[e] = T(scores[e]) + bias[e]
+//   scores[e] = softmax(logits)[e], sigmoid(logits[e]) or logits[e];   key[e] = T(scores[e]) + bias[e], or without T
 //
-// Keys are compared as unsigned integers that are in the same order; 0 is one that is taken.
+// Keys of groups that are dropped are another number. Keys are compared as unsigned integers that are in the same order;
+// 0 is one that is taken.
 #pragma once
 
 #include <metal_stdlib>
@@ -13,16 +14,51 @@ using namespace metal;
 
 namespace mittens {
 
-// Integers from 1 on in the order of the keys. NaN is the least where the largest comes first, else the largest.
+// NaN is the least where the largest comes first, else the largest.
+inline uint order_of_nan(bool descending) {
+  return descending ? 1 : 0xffffffffu;
+}
+
+// Integers from 1 on in the order of the keys.
 inline uint ordered(float key, bool descending) {
   const uint bits = as_type<uint>(key);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
-    return descending ? 1 : 0xffffffffu;
+    return order_of_nan(descending);
   }
   if ((bits & 0x7fffffffu) == 0) {
     return 0x80000000u;  // zeros of both signs are equal
   }
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Gives the experts of groups another key: of all but the groups with the largest sums of two keys. A lane has a group.
+inline void drop_groups(constant RouteParams& params, uint lane, threadgroup uint* keys) {
+  const bool descending = params.descending;
+  const uint size = params.experts / params.groups;
+  const uint nan = order_of_nan(descending);
+  simdgroup_barrier(mem_flags::mem_threadgroup);  // keys are other lanes'
+  float first = -INFINITY;
+  float second = -INFINITY;
+  bool has_nan = false;
+  for (uint i = 0; i < size && lane < params.groups; ++i) {
+    const uint order = keys[lane * size + i];
+    has_nan = has_nan || order == nan;
+    const float key = as_type<float>(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+    second = max(second, min(first, key));
+    first = max(first, key);
+  }
+  const uint sum = lane >= params.groups || has_nan ? 0xffffffffu : ordered(first + second, false);
+  uint place = 0;
+  for (uint g = 0; g < params.groups; ++g) {
+    const uint other = simd_shuffle(sum, ushort(g));
+    place += other < sum || (other == sum && g < lane) ? 1 : 0;
+  }
+  const bool is_dropped = lane < params.groups && place < params.groups - params.kept;
+  simdgroup_barrier(mem_flags::mem_threadgroup);  // keys are read
+  for (uint i = 0; i < size && is_dropped; ++i) {
+    keys[lane * size + i] = ordered(params.dropped, descending);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // Scores and keys of a token's logits, for kMostExperts at most. A lane writes its own experts', and one key at least.
@@ -53,8 +89,11 @@ inline void score_experts(
   }
   keys[lane] = 0;
   for (uint i = lane; i < params.experts; i += 32) {
-    const float rounded = float(T(scores[i]));
-    keys[i] = ordered(params.has_bias ? rounded + bias[i] : rounded, params.descending);
+    const float key = params.precise ? scores[i] : float(T(scores[i]));
+    keys[i] = ordered(params.has_bias ? key + bias[i] : key, params.descending);
+  }
+  if (params.kept < params.groups) {
+    drop_groups(params, lane, keys);
   }
 }
 
@@ -94,7 +133,7 @@ inline float weight_of_chosen(
     const float exponential = has_one ? precise::exp(score - largest) : 0.0f;
     weight = exponential / simd_sum(exponential);
   } else if (params.renormalize) {
-    weight = score / (simd_sum(score) + 1e-20f);
+    weight = score / (simd_sum(score) + params.eps);
   }
   return weight * params.scale;
 }

@@ -57,7 +57,7 @@ struct GatherMmParams {
   uint32_t packs;  // whether rows are whole packs, each on a boundary of 16 bytes
 };
 
-enum { kMostExperts = 512, kMostChosen = 32 };  // of a router
+enum { kMostExperts = 512, kMostChosen = 32, kMostGroups = 32 };  // of a router
 
 enum { kScoresSoftmax, kScoresSigmoid, kScoresChosen };
 
@@ -68,7 +68,12 @@ struct RouteParams {
   uint32_t renormalize;
   uint32_t descending;
   uint32_t has_bias;
+  uint32_t precise;  // whether keys are of scores in float32
   float scale;
+  float eps;        // that is added to the sum of renormalized weights
+  uint32_t groups;  // of experts
+  uint32_t kept;    // groups whose experts keep their keys
+  float dropped;    // the key of the others
 };
 
 struct MixtureParams {

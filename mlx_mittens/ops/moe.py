@@ -262,6 +262,10 @@ def mixture(
     renormalize: bool = False,
     descending: bool = True,
     scale: float = 1.0,
+    precise: bool = False,
+    eps: float = 1e-20,
+    groups: tuple[int, int] | None = None,
+    dropped: float = 0.0,
     bias: Sequence[mx.array] | None = None,
     activation: str = "swiglu",
     stream: StreamOrDevice = None,
@@ -300,6 +304,10 @@ def mixture(
         renormalize (bool): As of ``route_top_k``.
         descending (bool): As of ``route_top_k``.
         scale (float): As of ``route_top_k``.
+        precise (bool): As of ``route_top_k``.
+        eps (float): As of ``route_top_k``.
+        groups (tuple of int, optional): As of ``route_top_k``.
+        dropped (float): As of ``route_top_k``.
         bias (sequence of array, optional): Of the products with ``gate``, ``up`` and ``down``, of shapes
             ``[experts, hidden]`` twice and ``[experts, outputs]``.
         activation (str): As of ``gather_swiglu``.
@@ -336,6 +344,10 @@ def route_top_k(
     descending: bool = True,
     *,
     scale: float = 1.0,
+    precise: bool = False,
+    eps: float = 1e-20,
+    groups: tuple[int, int] | None = None,
+    dropped: float = 0.0,
     stream: StreamOrDevice = None,
 ) -> tuple[mx.array, mx.array]:
     """A router's choice: the ``k`` experts of the largest scores, and their weights.
@@ -343,7 +355,7 @@ def route_top_k(
     Scores are computed in float32. Experts are chosen by the scores rounded to the type of ``logits``, plus the bias in
     float32. Weights are scores without the bias, and rounded once.
 
-    On a GPU a kernel chooses up to 32 of at most 512 experts; mx computes the rest.
+    On a GPU a kernel chooses up to 32 of at most 512 experts, in up to 32 groups; mx computes the rest.
 
     Of equal scores those are chosen that mx chooses: the first for ``mx.argpartition(-scores, k - 1)[..., :k]``, which
     is the descending choice, and the last for ``mx.argpartition(scores, -k)[..., -k:]``, the ascending one. mx leaves
@@ -358,6 +370,12 @@ def route_top_k(
         renormalize (bool): Whether weights are divided by their sum.
         descending (bool): Whether the largest comes first. NaN comes last in either order.
         scale (float): What weights are multiplied by.
+        precise (bool): Whether experts are chosen by the scores in float32, as by models that cast their logits. Scores
+            that are rounded to half types are often equal.
+        eps (float): What is added to the sum that weights are divided by.
+        groups (tuple of int, optional): How many groups of successive experts there are, and how many are kept: those
+            with the largest sums of two scores with the bias, as DeepSeek-V3's.
+        dropped (float): What the scores with the bias of other groups' experts are taken for where experts are chosen.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -365,8 +383,8 @@ def route_top_k(
 
     Raises:
         DtypeError: An argument is not of a floating-point type named above.
-        ValueError: ``k`` is not one of 1 to the number of experts, ``scores`` is not known, or shapes do not fit
-            together.
+        ValueError: ``k`` is not one of 1 to the number of experts, ``scores`` is not known, ``scale`` or ``eps`` is not
+            finite, ``eps`` is negative, there are not as many experts in all groups, or shapes do not fit together.
 
     Example:
         >>> indices, weights = mm.route_top_k(mx.array([[0.0, 2.0, 1.0]]), 2)

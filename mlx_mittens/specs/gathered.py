@@ -301,16 +301,16 @@ class RouterOp(Op):
         return [Exact(indices.astype(np.float64)), Exact(weights * options.get("scale", 1.0))]
 
 
-def mx_route(logits, bias, k, scores, renormalize=False, descending=True, scale=1.0):
+def mx_route(logits, bias, k, scores, renormalize=False, descending=True, scale=1.0, precise=False, eps=1e-20):
     wide = logits.astype(mx.float32)
     values = {"softmax": lambda: mx.softmax(wide, -1, precise=True), "sigmoid": lambda: mx.sigmoid(wide)}
     values = values.get(scores, lambda: wide)()
-    keys = values.astype(logits.dtype).astype(mx.float32) + (0 if bias is None else bias)
+    keys = (values if precise else values.astype(logits.dtype).astype(mx.float32)) + (0 if bias is None else bias)
     indices = mx.argsort(-keys, -1)[..., :k] if descending else mx.argsort(keys, -1)[..., -k:]
     indices = mx.stop_gradient(indices)
     weights = mx.take_along_axis(values, indices, -1)
     if scores == "chosen":
         weights = mx.softmax(weights, -1, precise=True)
     elif renormalize:
-        weights = weights / weights.sum(-1, keepdims=True)
+        weights = weights / (weights.sum(-1, keepdims=True) + eps)
     return indices, (weights * scale).astype(logits.dtype)

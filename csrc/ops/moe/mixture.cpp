@@ -6,6 +6,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -58,15 +59,6 @@ struct Weights {
   const std::optional<std::vector<mx::array>>& bias;
 };
 
-// The router's choice as the caller has it.
-struct Choice {
-  int k;
-  const std::string& scores;
-  bool renormalize;
-  bool descending;
-  float scale;
-};
-
 void check_shapes(const Arrays& arrays, bool has_shared) {
   const auto w = [&](int triple) -> const mx::array& { return arrays[3 * static_cast<size_t>(triple)]; };
   for (int i : {kGate, kDown}) {
@@ -92,7 +84,7 @@ void check_shapes(const Arrays& arrays, bool has_shared) {
   }
 }
 
-Call checked(const mx::array& x, const mx::array& logits, const Choice& choice, const Weights& given,
+Call checked(const mx::array& x, const mx::array& logits, const RouteOptions& choice, const Weights& given,
              std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
              const std::string& activation, mx::Stream stream) {
   const AffineFormat format = affine_format(op, group_size, bits, true, mode);
@@ -139,8 +131,7 @@ Call checked(const mx::array& x, const mx::array& logits, const Choice& choice, 
     checks::fail(op, "logits has ", logits.shape(-1), " columns, gate has ", experts,
                  " experts: expected a logit for each");
   }
-  const Routing routing = checked_routing(op, experts, choice.k, "router_bias", given.router_bias, choice.scores,
-                                          choice.renormalize, choice.descending, choice.scale);
+  const Routing routing = checked_routing(op, experts, "router_bias", given.router_bias, choice);
   if (given.bias && given.bias->size() != kBiases) {
     checks::fail(op, "bias has ", given.bias->size(), " arrays: expected those of gate, up and down");
   }
@@ -184,7 +175,7 @@ bool goes_to_kernels(const Call& call, mx::Stream stream) {
   const ExpertSizes sizes{pairs, leading_size(gate, 2), static_cast<size_t>(x.shape(-1)),
                           static_cast<size_t>(gate.shape(-2))};
   return runs_kernels(stream) && has_common_kernels(parts.format) && parts.places() <= kMostSummed &&
-         has_route_kernel(gate.shape(0), parts.routing.k) && x.size() > 0 && gate.size() > 0 &&
+         has_route_kernel(gate.shape(0), parts.routing) && x.size() > 0 && gate.size() > 0 &&
          call.inputs[MixtureParts::triple(kDown)].size() > 0 && !why_not_launched(tokens * parts.places(), 1, stream) &&
          !prefer_mx_experts(experts_problem(op, x.dtype(), affine_number(parts.format), false, sizes), 0, stream);
 }
@@ -206,11 +197,12 @@ mx::array mixture(const mx::array& x, const mx::array& logits, int k, const Trip
                   const Triple& down, const MaybeTriple& shared_gate, const MaybeTriple& shared_up,
                   const MaybeTriple& shared_down, const MaybeArray& shared_logits, std::optional<int> group_size,
                   std::optional<int> bits, const std::string& mode, const MaybeArray& router_bias,
-                  const std::string& scores, bool renormalize, bool descending, float scale,
+                  const std::string& scores, bool renormalize, bool descending, float scale, bool precise, float eps,
+                  std::optional<std::pair<int, int>> groups, float dropped,
                   const std::optional<std::vector<mx::array>>& bias, const std::string& activation,
                   mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call = checked(x, logits, {k, scores, renormalize, descending, scale},
+  const Call call = checked(x, logits, {k, scores, renormalize, descending, scale, precise, eps, groups, dropped},
                             {gate, up, down, shared_gate, shared_up, shared_down, shared_logits, router_bias, bias},
                             group_size, bits, mode, activation, stream);
   if (goes_to_kernels(call, stream)) {
@@ -226,10 +218,11 @@ std::optional<mx::array> try_mixture(const mx::array& x, const mx::array& logits
                                      const MaybeArray& shared_logits, std::optional<int> group_size,
                                      std::optional<int> bits, const std::string& mode, const MaybeArray& router_bias,
                                      const std::string& scores, bool renormalize, bool descending, float scale,
+                                     bool precise, float eps, std::optional<std::pair<int, int>> groups, float dropped,
                                      const std::optional<std::vector<mx::array>>& bias, const std::string& activation,
                                      mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call = checked(x, logits, {k, scores, renormalize, descending, scale},
+  const Call call = checked(x, logits, {k, scores, renormalize, descending, scale, precise, eps, groups, dropped},
                             {gate, up, down, shared_gate, shared_up, shared_down, shared_logits, router_bias, bias},
                             group_size, bits, mode, activation, stream);
   const bool is_one = leading_size(call.inputs[0], 1) == 1 && chooses_in_experts(stream);
@@ -244,8 +237,9 @@ void bind(nb::module_& module) {
          "shared_gate"_a.none() = nb::none(), "shared_up"_a.none() = nb::none(), "shared_down"_a.none() = nb::none(),
          "shared_logits"_a.none() = nb::none(), "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(),
          "mode"_a = "affine", nb::kw_only(), "router_bias"_a.none() = nb::none(), "scores"_a = "softmax",
-         "renormalize"_a = false, "descending"_a = true, "scale"_a = 1.0f, "bias"_a.none() = nb::none(),
-         "activation"_a = "swiglu", "stream"_a = nb::none());
+         "renormalize"_a = false, "descending"_a = true, "scale"_a = 1.0f, "precise"_a = false, "eps"_a = 1e-20,
+         "groups"_a.none() = nb::none(), "dropped"_a = 0.0f, "bias"_a.none() = nb::none(), "activation"_a = "swiglu",
+         "stream"_a = nb::none());
 }
 
 const Register registered(bind);

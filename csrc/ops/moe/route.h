@@ -12,23 +12,41 @@
 
 namespace mittens {
 
+// What a caller says of a choice.
+struct RouteOptions {
+  int k;
+  const std::string& scores;
+  bool renormalize;
+  bool descending;
+  float scale;
+  bool precise;
+  float eps;
+  std::optional<std::pair<int, int>> groups;
+  float dropped;
+};
+
 struct Routing {
   int k;
   cpu::Scores scores;
   bool renormalize;
   bool descending;
   float scale;
+  bool precise;  // whether experts are chosen by scores in float32
+  float eps;  // that is added to the sum of renormalized weights
+  int groups;  // of experts
+  int kept;  // groups whose experts may be chosen by their keys
+  float dropped;  // the key of the others
 
   bool operator==(const Routing&) const = default;
 };
 
-// Throws, naming `op`, unless scores is known, k is at least 1 and at most the number of experts, and a bias has an
-// element for each expert.
-Routing checked_routing(const char* op, int experts, int k, const char* bias_name, const std::optional<mx::array>& bias,
-                        const std::string& scores, bool renormalize, bool descending, float scale);
+// Throws, naming `op`, unless scores is known, k is at least 1 and at most the number of experts, a bias has an element
+// for each expert, and groups have as many experts each.
+Routing checked_routing(const char* op, int experts, const char* bias_name, const std::optional<mx::array>& bias,
+                        const RouteOptions& choice);
 
-// Whether kernels hold the scores.
-bool has_route_kernel(int experts, int k);
+// Whether kernels hold the scores, and scores of groups.
+bool has_route_kernel(int experts, const Routing& routing);
 
 RouteParams route_params(const Routing& routing, int experts, bool has_bias);
 

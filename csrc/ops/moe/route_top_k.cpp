@@ -5,6 +5,7 @@
 #include <string>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
@@ -30,11 +31,24 @@ namespace {
 
 constexpr const char* op = "route_top_k";
 const Name file = "moe/route_top_k.metal";
-constexpr float least_sum = 1e-20f;
 static_assert(int(cpu::Scores::softmax) == kScoresSoftmax && int(cpu::Scores::sigmoid) == kScoresSigmoid &&
               int(cpu::Scores::chosen) == kScoresChosen);
 
 using Outputs = std::tuple<mx::array, mx::array>;
+
+// Keys of which dropped groups have another: of the groups with the least sums of two keys.
+mx::array of_kept_groups(const mx::array& keys, const Routing& routing, mx::Stream stream) {
+  const int count = routing.groups - routing.kept;
+  if (count == 0) {
+    return keys;
+  }
+  const mx::array groups = mx::unflatten(keys, -1, {routing.groups, -1}, stream);
+  const mx::array sums = mx::sum(mx::topk(groups, 2, -1, stream), -1, true, stream);
+  // The place of each group among the sorted ones.
+  const mx::array places = mx::argsort(mx::argsort(sums, -2, stream), -2, stream);
+  const mx::array kept = mx::greater_equal(places, mx::array(count, mx::uint32), stream);
+  return mx::flatten(mx::where(kept, groups, mx::array(routing.dropped), stream), -2, -1, stream);
+}
 
 // The same of mx operations, in float32.
 Arrays composition_of(const mx::array& logits, const std::optional<mx::array>& bias, const Routing& routing,
@@ -46,9 +60,10 @@ Arrays composition_of(const mx::array& logits, const std::optional<mx::array>& b
   } else if (routing.scores == cpu::Scores::sigmoid) {
     scores = mx::sigmoid(wide, stream);
   }
-  mx::array keys = in_dtype(in_dtype(scores, logits.dtype(), stream), mx::float32, stream);
-  keys = mx::stop_gradient(bias ? mx::add(keys, *bias, stream) : keys, stream);
+  const mx::Dtype of_keys = routing.precise ? mx::float32 : logits.dtype();
+  mx::array keys = in_dtype(in_dtype(scores, of_keys, stream), mx::float32, stream);
   const int experts = logits.shape(-1);
+  keys = mx::stop_gradient(of_kept_groups(bias ? mx::add(keys, *bias, stream) : keys, routing, stream), stream);
   const mx::array order = mx::argsort(routing.descending ? mx::negative(keys, stream) : keys, -1, stream);
   mx::Shape start(logits.ndim(), 0), stop = logits.shape();
   (routing.descending ? stop : start).back() = routing.descending ? routing.k : experts - routing.k;
@@ -57,7 +72,7 @@ Arrays composition_of(const mx::array& logits, const std::optional<mx::array>& b
   if (routing.scores == cpu::Scores::chosen) {
     weights = mx::softmax(weights, -1, true, stream);
   } else if (routing.renormalize) {
-    const mx::array sum = mx::add(mx::sum(weights, -1, true, stream), mx::array(least_sum), stream);
+    const mx::array sum = mx::add(mx::sum(weights, -1, true, stream), mx::array(routing.eps), stream);
     weights = mx::divide(weights, sum, stream);
   }
   if (routing.scale != 1) {
@@ -145,7 +160,7 @@ class RouteTopK : public KernelPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& logits = inputs[0];
     const int experts = logits.shape(-1);
-    if (!has_route_kernel(experts, routing_.k)) {
+    if (!has_route_kernel(experts, routing_)) {
       if (stream().device == mx::Device::gpu) {
         checks::fail<std::logic_error>(op, "has no kernel for ", experts, " experts");
       }
@@ -164,7 +179,8 @@ class RouteTopK : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     return [type = native_type(inputs[0].dtype()),
-            route = cpu::Route{routing_.scores, routing_.renormalize, routing_.descending, routing_.scale},
+            route = cpu::Route{routing_.scores, routing_.renormalize, routing_.descending, routing_.scale,
+                               routing_.precise, routing_.eps, routing_.groups, routing_.kept, routing_.dropped},
             logits = data_of(inputs[0]), bias = inputs.size() > 1 ? inputs[1].data<float>() : nullptr,
             indices = outputs[0].data<uint32_t>(), weights = data_of(outputs[1]), rows = leading_size(inputs[0], 1),
             experts = static_cast<size_t>(inputs[0].shape(-1)), k = static_cast<size_t>(routing_.k)] {
@@ -195,22 +211,44 @@ cpu::Scores scores_of(const char* op, const std::string& scores) {
 
 }  // namespace
 
-Routing checked_routing(const char* op, int experts, int k, const char* bias_name, const std::optional<mx::array>& bias,
-                        const std::string& scores, bool renormalize, bool descending, float scale) {
-  if (k < 1 || k > experts) {
-    checks::fail(op, "k is ", k, ", logits has ", experts, " columns: expected 1 to as many as there are experts");
+Routing checked_routing(const char* op, int experts, const char* bias_name, const std::optional<mx::array>& bias,
+                        const RouteOptions& choice) {
+  if (choice.k < 1 || choice.k > experts) {
+    checks::fail(op, "k is ", choice.k, ", logits has ", experts,
+                 " columns: expected 1 to as many as there are experts");
   }
   if (bias && (bias->ndim() != 1 || bias->shape(0) != experts)) {
     checks::fail(op, bias_name, " has shape ", bias->shape(), ": expected one dimension with ", experts, " elements");
   }
-  if (!std::isfinite(scale)) {
-    checks::fail(op, "scale is ", scale, ": expected a finite number");
+  if (!std::isfinite(choice.scale)) {
+    checks::fail(op, "scale is ", choice.scale, ": expected a finite number");
   }
-  return {k, scores_of(op, scores), renormalize, descending, scale};
+  if (!std::isfinite(choice.eps) || choice.eps < 0) {
+    checks::fail(op, "eps is ", choice.eps, ": expected a finite number that is not negative");
+  }
+  const auto [groups, kept] = choice.groups.value_or(std::pair(1, 1));
+  if (groups < 1 || kept < 1 || kept > groups) {
+    checks::fail(op, "groups are ", groups, ", with ", kept,
+                 " kept: expected at least one, and not more than there are");
+  }
+  if (groups > 1 && (experts % groups != 0 || experts / groups < 2)) {
+    checks::fail(op, "logits has ", experts, " columns, there are ", groups,
+                 " groups: expected at least two experts in each, and as many in all");
+  }
+  return {choice.k,
+          scores_of(op, choice.scores),
+          choice.renormalize,
+          choice.descending,
+          choice.scale,
+          choice.precise,
+          choice.eps,
+          groups,
+          kept,
+          choice.dropped};
 }
 
-bool has_route_kernel(int experts, int k) {
-  return experts <= kMostExperts && k <= kMostChosen;
+bool has_route_kernel(int experts, const Routing& routing) {
+  return experts <= kMostExperts && routing.k <= kMostChosen && routing.groups <= kMostGroups;
 }
 
 RouteParams route_params(const Routing& routing, int experts, bool has_bias) {
@@ -220,12 +258,17 @@ RouteParams route_params(const Routing& routing, int experts, bool has_bias) {
           routing.renormalize,
           routing.descending,
           has_bias,
-          routing.scale};
+          routing.precise,
+          routing.scale,
+          routing.eps,
+          static_cast<uint32_t>(routing.groups),
+          static_cast<uint32_t>(routing.kept),
+          routing.dropped};
 }
 
 std::pair<mx::array, mx::array> chosen_experts(const mx::array& logits, const std::optional<mx::array>& bias,
                                                const Routing& routing, mx::Stream stream) {
-  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), routing.k)) {
+  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), routing)) {
     const Arrays all = composition_of(logits, bias, routing, stream);
     return {all[0], all[1]};
   }
@@ -244,13 +287,12 @@ struct Call {
   Routing routing;
 };
 
-Call checked(const mx::array& logits, int k, const std::optional<mx::array>& bias, const std::string& scores,
-             bool renormalize, bool descending, float scale, mx::Stream stream) {
+Call checked(const mx::array& logits, const std::optional<mx::array>& bias, const RouteOptions& choice,
+             mx::Stream stream) {
   if (logits.ndim() < 1) {
     checks::fail(op, "logits has no dimensions: expected at least one, the last of which is that of the experts");
   }
-  const Routing routing =
-      checked_routing(op, logits.shape(-1), k, "bias", bias, scores, renormalize, descending, scale);
+  const Routing routing = checked_routing(op, logits.shape(-1), "bias", bias, choice);
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"logits", logits}});
   Arrays inputs = {in_dtype(logits, dtype, stream)};
   if (bias) {
@@ -260,33 +302,42 @@ Call checked(const mx::array& logits, int k, const std::optional<mx::array>& bia
   return {std::move(inputs), routing};
 }
 
-std::optional<Outputs> try_route_top_k(const mx::array& logits, int k, const std::optional<mx::array>& bias,
-                                       const std::string& scores, bool renormalize, bool descending, float scale,
-                                       mx::StreamOrDevice where) {
-  const mx::Stream stream = checks::checked_stream(op, where);
-  Call call = checked(logits, k, bias, scores, renormalize, descending, scale, stream);
-  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), k)) {
-    return fallback(op, "more than " + std::to_string(kMostExperts) + " experts, or more than " +
-                            std::to_string(kMostChosen) + " chosen");
+std::optional<Outputs> try_choice(const Call& call, mx::Stream stream) {
+  const mx::array& logits = call.inputs[0];
+  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), call.routing)) {
+    return fallback(op, "more than " + std::to_string(kMostExperts) + " experts, more than " +
+                            std::to_string(kMostChosen) + " chosen, or more than " + std::to_string(kMostGroups) +
+                            " groups");
   }
-  const mx::array& given = call.inputs[0];
-  const Problem problem{op,
-                        given.dtype(),
-                        static_cast<uint32_t>(call.routing.scores),
-                        {problem_size(leading_size(given, 1)), problem_size(given.shape(-1)), problem_size(k), 1}};
+  const Problem problem{
+      op,
+      logits.dtype(),
+      static_cast<uint32_t>(call.routing.scores),
+      {problem_size(leading_size(logits, 1)), problem_size(logits.shape(-1)), problem_size(call.routing.k), 1}};
   if (prefer_mx(problem, nullptr, stream)) {
     return std::nullopt;
   }
-  return RouteTopK::apply(std::move(call.inputs), call.routing, stream);
+  return RouteTopK::apply(call.inputs, call.routing, stream);
+}
+
+std::optional<Outputs> try_route_top_k(const mx::array& logits, int k, const std::optional<mx::array>& bias,
+                                       const std::string& scores, bool renormalize, bool descending, float scale,
+                                       bool precise, float eps, std::optional<std::pair<int, int>> groups,
+                                       float dropped, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const RouteOptions choice{k, scores, renormalize, descending, scale, precise, eps, groups, dropped};
+  return try_choice(checked(logits, bias, choice, stream), stream);
 }
 
 Outputs route_top_k(const mx::array& logits, int k, const std::optional<mx::array>& bias, const std::string& scores,
-                    bool renormalize, bool descending, float scale, mx::StreamOrDevice where) {
-  if (auto outputs = try_route_top_k(logits, k, bias, scores, renormalize, descending, scale, where)) {
+                    bool renormalize, bool descending, float scale, bool precise, float eps,
+                    std::optional<std::pair<int, int>> groups, float dropped, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const RouteOptions choice{k, scores, renormalize, descending, scale, precise, eps, groups, dropped};
+  const Call call = checked(logits, bias, choice, stream);
+  if (auto outputs = try_choice(call, stream)) {
     return *std::move(outputs);
   }
-  const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call = checked(logits, k, bias, scores, renormalize, descending, scale, stream);
   const Arrays all =
       composition_of(call.inputs[0], bias ? std::optional(call.inputs[1]) : std::nullopt, call.routing, stream);
   return {all[0], all[1]};
@@ -295,6 +346,7 @@ Outputs route_top_k(const mx::array& logits, int k, const std::optional<mx::arra
 void bind(nb::module_& module) {
   define(module, op, &try_route_top_k, &route_top_k, "logits"_a, "k"_a, "bias"_a.none() = nb::none(),
          "scores"_a = "softmax", "renormalize"_a = false, "descending"_a = true, nb::kw_only(), "scale"_a = 1.0f,
+         "precise"_a = false, "eps"_a = 1e-20, "groups"_a.none() = nb::none(), "dropped"_a = 0.0f,
          "stream"_a = nb::none());
 }
 

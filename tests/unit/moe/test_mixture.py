@@ -32,15 +32,16 @@ def test_a_token_is_two_launches(rng, parts):
     assert launches == ["mixture_swiglu_4bit_float16", "mixture_sum_4bit_float16"]
 
 
+@pytest.mark.parametrize("more", [{}, {"precise": True, "groups": (8, 4), "dropped": -np.inf}, {"eps": 1e-3}])
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
-def test_experts_are_those_that_route_top_k_chooses(rng, dtype, scores, descending):
+def test_experts_are_those_that_route_top_k_chooses(rng, dtype, scores, descending, more):
     """Ties too, of which there are many, for every place of a token: each finds its expert by itself."""
     case = specs.Case("test", (3, 5, 40, 64, 32), {**CASE.options, "k": 5, "parts": ""})
     arrays = draw(rng, dtype, case)
     arrays[1] = mx.array(rng.integers(0, 4, (3, 40)) / 4).astype(dtype)
     bias = mx.array(rng.integers(0, 2, 40) / 4).astype(mx.float32)
-    route = {"scores": scores, "descending": descending, "scale": 1.5, "renormalize": True}
+    route = {"scores": scores, "descending": descending, "scale": 1.5, "renormalize": True, **more}
     triples = [arrays[i : i + 3] for i in (2, 5, 8)]
     with mm.simulator.enabled(gpu="m2-max"):
         y = mm.mixture(*arrays[:2], 5, *triples, None, None, None, None, 32, 4, router_bias=bias, **route)

@@ -67,6 +67,81 @@ def test_bias_chooses_and_does_not_weigh(rng, executor):
     np.testing.assert_allclose(np.array(weights), 2.5 * chosen / chosen.sum(-1, keepdims=True), rtol=ROUNDINGS)
 
 
+def test_precise(rng, dtype, executor):
+    """Scores near 1 are equal in half types, and are told apart in float32."""
+    logits = (5 + mx.array(rng.permutation(24).reshape(2, 12)) / 16).astype(dtype)
+    bias = mx.array(rng.integers(0, 2, 12) * 1e-3).astype(mx.float32)
+    keys = 1 / (1 + np.exp(-specs.widen(logits))) + specs.widen(bias)
+    for descending in (True, False):
+        indices, _ = mm.route_top_k(logits, 4, bias, "sigmoid", descending=descending, precise=True)
+        most = np.argsort(keys, -1)[:, -4:]
+        np.testing.assert_array_equal(np.array(indices), most[:, ::-1] if descending else most)
+
+
+def test_eps(rng, executor):
+    logits = logits_of(rng, (3, 9)) - 8
+    _, weights = mm.route_top_k(logits, 3, None, "sigmoid", renormalize=True, eps=1e-2)
+    chosen = np.sort(1 / (1 + np.exp(-specs.widen(logits))), -1)[:, ::-1][:, :3]
+    np.testing.assert_allclose(np.array(weights), chosen / (chosen.sum(-1, keepdims=True) + 1e-2), rtol=SUMS)
+
+
+def keys_of_groups(keys, groups, kept, dropped):
+    parts = keys.reshape(*keys.shape[:-1], groups, -1)
+    sums = np.sort(parts, -1)[..., -2:].sum(-1)
+    order = np.argsort(sums, -1, kind="stable")[..., : groups - kept]
+    parts = parts.copy()
+    np.put_along_axis(parts, order[..., None], dropped, axis=-2)
+    return parts.reshape(keys.shape)
+
+
+@pytest.mark.parametrize("dropped", [0.0, -np.inf])
+@pytest.mark.parametrize("descending", [True, False])
+def test_groups(rng, executor, descending, dropped):
+    """As the routers of DeepSeek-V3, whose biases may be negative; ties of groups too."""
+    for experts, groups, kept, k in [(16, 4, 2, 3), (256, 8, 4, 8), (64, 32, 1, 4), (6, 3, 3, 2), (10, 1, 1, 2)]:
+        logits, bias = logits_of(rng, (3, experts)), logits_of(rng, (experts,)) * 0.3
+        logits[2] = mx.round(logits[2])
+        route = {"descending": descending, "precise": True, "groups": (groups, kept), "dropped": dropped}
+        indices, weights = mm.route_top_k(logits, k, bias, "sigmoid", **route)
+        scores = np.array(mx.sigmoid(logits))
+        keys = keys_of_groups(scores + np.array(bias), groups, kept, dropped)
+        order = np.argsort(-keys if descending else keys, -1, kind="stable")
+        np.testing.assert_array_equal(np.array(indices), order[:, :k] if descending else order[:, experts - k :])
+        chosen = np.take_along_axis(scores, np.array(indices), -1)
+        np.testing.assert_allclose(np.array(weights), chosen, rtol=ROUNDINGS)
+
+
+def test_a_group_with_nan_is_kept(executor):
+    """NaN is the largest where groups are sorted, as mx sorts it."""
+    logits = mx.array([[mx.nan, 0.1, 0.2, 0.3, 2.0, 3.0]])
+    indices, _ = mm.route_top_k(logits, 1, None, "chosen", groups=(3, 1), dropped=-np.inf)
+    assert indices.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": (3, 1)}, "8 columns, there are 3 groups"),
+        ({"groups": (8, 1)}, "at least two experts in each"),
+        ({"groups": (2, 3)}, "2, with 3 kept"),
+        ({"groups": (2, 0)}, "2, with 0 kept"),
+        ({"eps": -1.0}, "eps is -1"),
+        ({"eps": mx.nan}, "eps is nan"),
+    ],
+)
+def test_bad_groups_and_eps(options, message):
+    with pytest.raises(ValueError, match=message):
+        mm.route_top_k(mx.zeros((1, 8)), 2, **options)
+
+
+def test_more_groups_than_lanes(rng, lenient):
+    """On the CPU, and where a GPU has no kernel."""
+    logits = logits_of(rng, (2, 80))
+    indices, _ = mm.route_top_k(logits, 5, None, "chosen", groups=(40, 3), dropped=-np.inf)
+    expected = np.argsort(-keys_of_groups(np.array(logits), 40, 3, -np.inf), -1, kind="stable")[:, :5]
+    np.testing.assert_array_equal(np.array(indices), expected)
+
+
 def test_renormalized(rng, dtype, executor):
     logits = logits_of(rng, (2, 3, 32), dtype)
     _, weights = mm.route_top_k(logits, 4, renormalize=True)

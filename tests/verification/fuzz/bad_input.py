@@ -149,12 +149,18 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
                 "router_bias": array(3),
                 "renormalize": True,
                 "scale": 1.0,
+                "eps": 1e-20,
+                "groups": (1, 1),
+                "dropped": 0.0,
                 "bias": [array(3, 32), array(3, 32), array(3, 64)],
             },
         ),
         "route_top_k": lambda: (
             [array(3, 8), 2, array(8), "sigmoid"],
-            {"renormalize": True, "descending": True, "scale": 1.0},
+            {
+                **{"renormalize": True, "descending": True, "scale": 1.0, "precise": True, "eps": 1e-6},
+                **{"groups": (2, 1), "dropped": 0.0},
+            },
         ),
         "gated_delta_update": lambda: (
             [*(array(*steps, 8) for _ in range(3)), *(array(*steps) for _ in range(2)), array(1, 2, 8, 8)],

@@ -351,7 +351,7 @@ def route_top_k(draw: Draw) -> Case:
     dtype, experts = draw.dtype(), draw.integer(1, 64)
     k = draw.integer(1, min(experts, draw.pick((2, 8, 64))))
     scores, descending = draw.pick(("softmax", "sigmoid", "chosen")), draw.chance(0.7)
-    renormalize, scale = draw.chance(0.5), draw.pick((1.0, 2.5))
+    renormalize, scale, precise = draw.chance(0.5), draw.pick((1.0, 2.5)), draw.chance(0.3)
     steps = draw.rng.random((draw.integer(1, 5), experts)).argsort(-1)
     if draw.chance(0.3):
         steps //= draw.pick((2, 5, 64))
@@ -374,12 +374,17 @@ def route_top_k(draw: Draw) -> Case:
 
     def ours(logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
         indices, weights = mm.route_top_k(
-            logits, k, bias, scores, renormalize=renormalize, descending=descending, scale=scale
+            logits, k, bias, scores, renormalize=renormalize, descending=descending, scale=scale, precise=precise
         )
         return indices.astype(mx.float32), weights
 
     return Case(
-        describe(arrays, draw, k=k, scores=scores, renormalize=renormalize, descending=descending, scale=scale),
+        describe(
+            arrays,
+            draw,
+            **{"k": k, "scores": scores, "renormalize": renormalize, "descending": descending, "scale": scale},
+            precise=precise,
+        ),
         arrays,
         ours=ours,
         twin=None,

@@ -9,8 +9,6 @@ namespace mittens::cpu::MITTENS_ISA {
 
 namespace {
 
-constexpr float least_sum = 1e-20f;  // that weights are divided by: of scores that are all zero
-
 // NaN stays NaN, in the vectors and in the sum of their exponentials.
 void softmax_in_place(float* values, size_t n) {
   float most = -__builtin_inff();
@@ -25,6 +23,41 @@ void softmax_in_place(float* values, size_t n) {
   }
   for (size_t i = 0; i < n; ++i) {
     values[i] /= sum;
+  }
+}
+
+// The sum of the two largest keys of a group; NaN if one is.
+float sum_of_two(const float* keys, size_t n) {
+  float first = -__builtin_inff(), second = first;
+  for (size_t i = 0; i < n; ++i) {
+    if (keys[i] != keys[i]) {
+      return keys[i];
+    }
+    second = std::max(second, std::min(first, keys[i]));
+    first = std::max(first, keys[i]);
+  }
+  return first + second;
+}
+
+void drop_groups(const Route& route, float* keys, size_t experts) {
+  const auto groups = static_cast<size_t>(route.groups);
+  const size_t size = experts / groups;
+  const Scratch memory(2 * groups);
+  float* sums = memory.data();
+  auto* order = reinterpret_cast<uint32_t*>(sums + groups);
+  for (size_t g = 0; g < groups; ++g) {
+    sums[g] = sum_of_two(keys + g * size, size);
+  }
+  std::iota(order, order + groups, 0u);
+  std::sort(order, order + groups, [=](uint32_t a, uint32_t b) {
+    const bool nan_a = sums[a] != sums[a], nan_b = sums[b] != sums[b];
+    if (nan_a != nan_b) {
+      return nan_b;
+    }
+    return sums[a] == sums[b] || nan_a ? a < b : sums[a] < sums[b];
+  });
+  for (size_t g = 0; g < groups - static_cast<size_t>(route.kept); ++g) {
+    std::fill_n(keys + order[g] * size, size, route.dropped);
   }
 }
 
@@ -64,14 +97,18 @@ void route_row(const Route& route, const T* logits, const float* bias, uint32_t*
       write(scores + i, 1.0f / (exp(-x) + 1.0f), part);
     });
   }
-  // Rounded to the type, as mx's scores are where experts are chosen by them.
+  // Rounded to the type, as mx's scores mostly are where experts are chosen by them.
   T* rounded = reinterpret_cast<T*>(order + experts);
   each_vector(experts, [&](size_t i, auto part) MITTENS_INLINED {
-    store_in_order(rounded + i, read<Float>(scores + i, part), part);
-    write(keys + i, load_in_order(rounded + i, part), part);
+    const Float score = read<Float>(scores + i, part);
+    store_in_order(rounded + i, score, part);
+    write(keys + i, route.precise ? score : load_in_order(rounded + i, part), part);
   });
   for (size_t i = 0; bias && i < experts; ++i) {
     keys[i] += bias[i];
+  }
+  if (route.kept < route.groups) {
+    drop_groups(route, keys, experts);
   }
   choose(keys, route.descending, order, experts, k);
   for (size_t i = 0; i < k; ++i) {
@@ -82,7 +119,7 @@ void route_row(const Route& route, const T* logits, const float* bias, uint32_t*
   if (route.scores == Scores::chosen) {
     softmax_in_place(chosen, k);
   } else if (route.renormalize) {
-    float sum = least_sum;
+    float sum = route.eps;
     for (size_t i = 0; i < k; ++i) {
       sum += chosen[i];
     }
