@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import _ext
-from . import adapters, altup_layers, attention_layers, recurrent_layers, routers
+from . import adapters, altup_layers, attention_layers, biased_routers, recurrent_layers, routers
 from .digests import digest, plain
 from .target import Attempt, Target
 
@@ -114,7 +114,7 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
         "51d7e60aa00e0751",
         (
             *("deepseek_v3.MoEGate", "deepseek_v32.MoEGate", "dots1.Dots1TopkRouter", "exaone_moe.MoEGate"),
-            *("glm4_moe.MoEGate", "glm4_moe_lite.MoEGate", "mimo_v2_flash.MoEGate"),
+            *("glm4_moe.MoEGate", "glm4_moe_lite.MoEGate", "mimo_v2_flash.MoEGate", "nemotron_h.MoEGate"),
         ),
         ("self", "x"),
     ),
@@ -151,6 +151,29 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
     (routers.kimi_mixture, "b153316c706de4c2", ("kimi_linear.KimiSparseMoE",), ("self", "x")),
     (routers.kimi_k3_mixture, "a6949ed9b98a3189", ("kimi_k3.KimiK3SparseMoE",), ("self", "x")),
     (routers.minimax_m3_mixture, "60e4dd62573daafe", ("minimax_m3_vl.SparseMoeBlock",), ("self", "x")),
+    (routers.hunyuan_mixture, "3d542a5fbd317857", ("hunyuan.MoeBlock",), ("self", "x")),
+    (routers.jamba_mixture, "fead3b54d74b131c", ("jamba.JambaSparseMoeBlock",), ("self", "x")),
+    (routers.phixtral_mixture, "8ae96b633d717cea", ("phixtral.MOE",), ("self", "x")),
+    (routers.llama4_mixture, "d2276a16af8964fe", ("llama4.MoE",), ("self", "x")),
+    (routers.dbrx_mixture, "2de8dc6bcada89f6", ("dbrx.SparseMoeBlock",), ("self", "x")),
+    (routers.deepseek_mixture, "07a50cd2b1df68d4", ("deepseek.DeepseekMoE",), ("self", "x")),
+    (routers.granite_mixture, "71f00967730d3348", ("granitemoe.GraniteMoeMoE",), ("self", "x")),
+    (routers.granite_mixture, "cb99f9fd5c8c4639", ("granitemoehybrid.GraniteMoeHybridMoE",), ("self", "x")),
+    (biased_routers.afmoe_mixture, "a433008237ef48e4", ("afmoe.AfmoeMoE",), ("self", "x")),
+    (biased_routers.klear_mixture, "f8dfe9022ed22447", ("Klear.KlearSparseMoeBlock",), ("self", "x")),
+    (biased_routers.laguna_mixture, "ec12bfdbc447a208", ("laguna.MoE",), ("self", "x")),
+    (biased_routers.minimax_mixture, "b449cbba82572136", ("minimax.MiniMaxSparseMoeBlock",), ("self", "x")),
+    (biased_routers.bailing_mixture, "de1de1870607f93f", ("bailing_moe.BailingMoeSparseMoeBlock",), ("self", "x")),
+    (
+        biased_routers.bailing_mixture,
+        "9e130ffaea557bd3",
+        ("bailing_hybrid.SparseMoeBlock", "bailing_moe_linear.SparseMoeBlock"),
+        ("self", "x"),
+    ),
+    (biased_routers.bailing_v3_mixture, "87ede31980e74198", ("bailing_moe_v3.BailingSparseMoE",), ("self", "x")),
+    (biased_routers.lfm2_mixture, "a049723bb0f541af", ("lfm2_moe.Lfm2MoeSparseMoeBlock",), ("self", "x")),
+    (biased_routers.step_mixture, "6f182d745aed50e0", ("step3p5.Step3p5MoE",), ("self", "x")),
+    (biased_routers.nemotron_mixture, "a075435a5c60fca5", ("nemotron_h.NemotronHMoE",), ("self", "x")),
     (
         routers.granite_gate,
         "3fc5b5c918b88f8f",

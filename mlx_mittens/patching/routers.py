@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +19,9 @@ from .feed_forward import call_of, mixture, weighted_experts
 from .linears import products
 
 __all__ = [
+    "dbrx_mixture",
     "deepseek_gate",
+    "deepseek_mixture",
     "deepseek_v2_gate",
     "deepseek_v2_mixture",
     "deepseek_v3_gate",
@@ -28,8 +30,12 @@ __all__ = [
     "gpt_oss_mixture",
     "granite_gate",
     "granite_hybrid_gate",
+    "granite_mixture",
+    "hunyuan_mixture",
+    "jamba_mixture",
     "kimi_k3_mixture",
     "kimi_mixture",
+    "llama4_mixture",
     "longcat_gate",
     "longcat_mixture",
     "mellum_mixture",
@@ -37,6 +43,7 @@ __all__ = [
     "mistral4_mixture",
     "mixtral_mixture",
     "olmoe_mixture",
+    "phixtral_mixture",
     "qwen2_mixture",
     "qwen3_mixture",
     "qwen3_next_mixture",
@@ -44,13 +51,17 @@ __all__ = [
 
 
 # The functions by which gates of DeepSeek-V3's kind choose, and the gates' calls.
-_GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
+_GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139", "ea2a5454e8c774f2")
+_DEEPSEEK_GATE = "b4c556f956e97230"
 _V2_GATE = "f5c49a1d2678de7c"
 _V3_GATE = "51d7e60aa00e0751"
 _MISTRAL_SELECT = "9939996accb1007a"  # mistral4_expert_select
 _KIMI_SELECT = "dc9f41c97c84f724"  # _group_expert_select
 _KIMI_K3_SELECT = "8b0610622fc66156"
 _LONGCAT_GATE = "d607c77fa111e1a9"
+_HUNYUAN_GATE = "84a316ffeefaf8e5"
+_DBRX_ROUTER = "5d61e593737f69be"
+_GRANITE_GATES = ("3fc5b5c918b88f8f", "e593c4112bc047e7")
 
 
 def _logits(router: Any, x: mx.array) -> mx.array:
@@ -124,13 +135,83 @@ def gpt_oss_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 def ernie_mixture(block: Any, x: mx.array) -> mx.array | None:
     scores = {nn.Softmax: "softmax", nn.Sigmoid: "sigmoid"}[type(block.gate_act)]
-    logits = block.gate(x).astype(mx.float32)
-    y = _weighted(block.switch_mlp, x, logits, block.k, rounded=True, scores=scores, renormalize=True)
-    return y if y is None or block.shared_experts is None else y + block.shared_experts(x)
+    route = {"scores": scores, "renormalize": True}
+    return _with_shared_expert(block.switch_mlp, x, _logits(block.gate, x), block.k, None, block.shared_experts, route)
+
+
+def hunyuan_mixture(block: Any, x: mx.array) -> mx.array | None:
+    if digest(call_of(block.gate)) != _HUNYUAN_GATE:
+        return None
+    logits, shared = _logits(block.gate.wg, x), block.get("shared_mlp") if block.use_shared_mlp else None
+    return _with_shared_expert(block.switch_mlp, x, logits, block.top_k, None, shared, {}, logits.dtype)
+
+
+def jamba_mixture(block: Any, x: mx.array) -> mx.array | None:
+    return _experts(block.switch_mlp, x, _logits(block.router, x), block.num_experts_per_tok, scores="chosen")
+
+
+def phixtral_mixture(block: Any, x: mx.array) -> mx.array | None:
+    return _weighted(block.switch_mlp, x, block.gate(x), block.num_experts_per_tok, scores="chosen")
+
+
+def granite_mixture(block: Any, x: mx.array) -> mx.array | None:
+    gate = block.router
+    if digest(call_of(gate)) not in _GRANITE_GATES:
+        return None
+    route: dict[str, Any] = {"scores": "chosen", "descending": False}
+    return _experts(block.switch_mlp, x, _logits(gate.layer, x), gate.top_k, rounded=True, **route)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _scaled_by_sigmoid(x: mx.array, logits: mx.array) -> mx.array:
+    return x * mx.sigmoid(logits.astype(mx.float32)).astype(x.dtype)
+
+
+def llama4_mixture(block: Any, x: mx.array) -> mx.array | None:
+    """One expert, whose input is weighed instead of its output."""
+    logits = _logits(block.router, x)
+    chosen = _ext.try_route_top_k(logits, 1, None, "chosen")
+    if chosen is None:
+        return None
+    indices = chosen[0]
+    scaled = _scaled_by_sigmoid(x, mx.take_along_axis(logits, mx.stop_gradient(indices), axis=-1))
+    return block.experts(scaled, indices).squeeze(2) + block.shared_expert(x)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _weighted_sum(rows: list[mx.array], weights: list[mx.array]) -> mx.array:
+    y = sum(row.astype(mx.float32) * weight for row, weight in zip(rows, weights, strict=True))
+    return cast(mx.array, y).astype(rows[0].dtype)
+
+
+def dbrx_mixture(block: Any, x: mx.array) -> mx.array | None:
+    """Experts with matrices of their own, not in stacks: mlx-lm waits for the choice too."""
+    if block.training or _ext.exporting() or digest(call_of(block.router)) != _DBRX_ROUTER:
+        return None
+    flat, k = x.reshape(-1, x.shape[-1]), block.num_experts_per_tok
+    chosen = _ext.try_route_top_k(_logits(block.router.layer, flat), k, renormalize=True, precise=True)
+    if chosen is None:
+        return None
+    indices, weights = chosen
+    rows = []
+    for i, numbers in enumerate(cast("list[list[int]]", indices.tolist())):
+        row = flat[i : i + 1]
+        rows.append(
+            _weighted_sum([block.experts[e](row) for e in numbers], [weights[i : i + 1, j : j + 1] for j in range(k)])
+        )
+    return (rows[0] if len(rows) == 1 else mx.concatenate(rows)).reshape(x.shape)
 
 
 def deepseek_gate(gate: Any, x: mx.array) -> Any:
     return _ext.try_route_top_k(x @ gate.weight.T, gate.top_k)
+
+
+def deepseek_mixture(block: Any, x: mx.array) -> mx.array | None:
+    gate = block.gate
+    if digest(call_of(gate)) != _DEEPSEEK_GATE:
+        return None
+    logits, shared = x @ gate.weight.T, block.get("shared_experts")
+    return _with_shared_expert(block.switch_mlp, x, logits, gate.top_k, None, shared, {}, logits.dtype)
 
 
 def deepseek_v2_gate(gate: Any, x: mx.array) -> Any:
@@ -150,12 +231,12 @@ def deepseek_v2_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 
 def _deepseek_v3_route(gate: Any) -> dict[str, Any] | None:
-    """How a gate of DeepSeek-V3's kind chooses, where it has no groups."""
-    module = sys.modules[type(gate).__module__]
-    if gate.n_group > 1 or digest_in(module, "group_expert_select") not in _GROUP_SELECTS:
+    """How a gate of DeepSeek-V3's kind chooses."""
+    if digest_in(sys.modules[type(gate).__module__], "group_expert_select") not in _GROUP_SELECTS:
         return None
     renormalize = gate.norm_topk_prob and gate.top_k > 1
-    return {"scores": "sigmoid", "renormalize": renormalize, "scale": gate.routed_scaling_factor}
+    route = {"scores": "sigmoid", "renormalize": renormalize, "scale": gate.routed_scaling_factor}
+    return {**route, "groups": (gate.n_group, gate.topk_group)}
 
 
 def deepseek_v3_gate(gate: Any, x: mx.array) -> Any:
@@ -180,11 +261,12 @@ def deepseek_v3_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 def mistral4_mixture(block: Any, x: mx.array) -> mx.array | None:
     options, module = block.args, sys.modules["mlx_lm.models.mistral4"]
-    if block.sharding_group is not None or options.n_group > 1:
+    if block.sharding_group is not None:
         return None
     if digest_in(module, "mistral4_expert_select") != _MISTRAL_SELECT:
         return None
     route = {"renormalize": options.norm_topk_prob, "scale": options.routed_scaling_factor}
+    route["groups"] = (options.n_group, options.topk_group)
     logits, k = _logits(block.gate, x), options.num_experts_per_tok
     return _with_shared_expert(block.switch_mlp, x, logits, k, None, block.get("shared_experts"), route)
 
@@ -232,20 +314,21 @@ def longcat_mixture(block: Any, hidden_states: mx.array) -> mx.array | None:
 def kimi_mixture(block: Any, x: mx.array) -> mx.array | None:
     options = block.args
     module = sys.modules["mlx_lm.models.kimi_linear"]
-    if options.num_expert_group > 1 or options.moe_router_activation_func != "sigmoid":
+    if options.moe_router_activation_func != "sigmoid":
         return None
     if digest_in(module, "_group_expert_select") != _KIMI_SELECT:
         return None
     k = options.num_experts_per_token
     renormalize = options.moe_renormalize and k > 1
     route = {"scores": "sigmoid", "renormalize": renormalize, "scale": options.routed_scaling_factor}
+    route["groups"] = (options.num_expert_group, options.topk_group)
     logits, bias = _logits(block.gate, x), block.e_score_correction_bias
     return _with_shared_expert(block.switch_mlp, x, logits, k, bias, block.shared_experts, route)
 
 
 def kimi_k3_mixture(block: Any, x: mx.array) -> mx.array | None:
     options, module = block.args, sys.modules["mlx_lm.models.kimi_k3"]
-    if block.sharding_group is not None or options.num_expert_group > 1:
+    if block.sharding_group is not None:
         return None
     if digest_in(module, "_group_expert_select") != _KIMI_K3_SELECT:
         return None
@@ -254,10 +337,11 @@ def kimi_k3_mixture(block: Any, x: mx.array) -> mx.array | None:
         "scores": "sigmoid",
         "renormalize": options.moe_renormalize and k > 1,
         "scale": options.routed_scaling_factor,
+        "groups": (options.num_expert_group, options.topk_group),
     }
-    logits = _logits(block.gate, x).astype(mx.float32)
+    logits = _logits(block.gate, x)
     y = x if block.latent_size is None else block.routed_expert_down_proj(x)
-    y = _weighted(block.switch_mlp, y, logits, k, block.e_score_correction_bias, rounded=True, **route)
+    y = _weighted(block.switch_mlp, y, logits, k, block.e_score_correction_bias, precise=True, **route)
     if y is None:
         return None
     if block.routed_expert_norm is not None:
@@ -291,7 +375,8 @@ def _with_shared_expert(
 
     dtype: of the scores.
     """
-    together = mixture(glu, x, logits, k, shared, router_bias=bias, **route)
+    precise = dtype == mx.float32
+    together = mixture(glu, x, logits, k, shared, router_bias=bias, precise=precise, **route)
     if together is not None:
         return together
     y = _weighted(glu, x, logits.astype(dtype), k, bias, rounded=True, **route)

@@ -83,6 +83,26 @@ def test_tokens(rng, name, bits):
 
 # Mixtures whose shared expert has no gate, and routers with a bias of scores.
 BESIDE = [
+    "Klear",
+    "afmoe",
+    "bailing_hybrid",
+    "bailing_moe",
+    "bailing_moe_linear",
+    "bailing_moe_v3",
+    "dbrx",
+    "deepseek",
+    "ernie4_5_moe",
+    "granitemoe",
+    "granitemoehybrid",
+    "hunyuan",
+    "jamba",
+    "laguna",
+    "lfm2_moe",
+    "llama4",
+    "minimax",
+    "nemotron_h",
+    "phixtral",
+    "step3p5",
     "dots1",
     "exaone_moe",
     "glm4_moe",
@@ -100,9 +120,9 @@ def test_tokens_beside_a_shared_expert(rng, name, lenient):
     """Natively and, for a token, as on an Apple GPU."""
     model, prompt = PAGE["build"](name, mx.float32), rng.integers(1, 300, 7).tolist()
     for _, part in model.named_modules():
-        if part.get("e_score_correction_bias") is not None:
-            bias = rng.normal(size=part.e_score_correction_bias.shape).astype(np.float32) / 8
-            part.e_score_correction_bias = mx.array(bias)
+        for bias in ("e_score_correction_bias", "expert_bias", "router_bias"):
+            if part.get(bias) is not None:
+                part[bias] = mx.array(rng.normal(size=part[bias].shape).astype(np.float32) / 8)
     theirs = tiny.tokens(model, prompt, 8)
     logits = model(mx.array([prompt[:1]]))
 
@@ -216,18 +236,43 @@ def test_every_known_mixture_is_there():
             assert target.is_known(), f"{target.name} is another in this mlx-lm"
 
 
-def test_groups_of_experts_are_left_alone(rng):
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_of_experts(rng, groups):
+    """Routers of DeepSeek-V3's kind choose among the experts of half of the groups."""
     deepseek = importlib.import_module("mlx_lm.models.deepseek_v3")
     gate = build("deepseek_v3", None, rng).model.layers[1].mlp.gate
-    x = mx.array(rng.standard_normal((1, 4, 64)).astype(np.float32))
+    gate.n_group, gate.topk_group = groups, max(1, groups // 2)
+    gate.e_score_correction_bias = mx.array(rng.standard_normal(8).astype(np.float32) / 4)
+    x = mx.array(rng.standard_normal((1, 40, 64)).astype(np.float32))
     assert mixture_of(deepseek.MoEGate) is routers.deepseek_v3_gate
     indices, weights = routers.deepseek_v3_gate(gate, x)
     theirs = gate(x)
     order, other = (mx.argsort(a, -1) for a in (indices, theirs[0]))
     assert_near(mx.take_along_axis(weights, order, -1), mx.take_along_axis(theirs[1], other, -1), "weights")
     np.testing.assert_array_equal(np.sort(np.array(indices)), np.sort(np.array(theirs[0])))
-    gate.n_group = 2
-    assert routers.deepseek_v3_gate(gate, x) is None
+
+
+GROUPED = ["bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v3", "kimi_linear"]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_token_s_groups(rng, name):
+    """In the launches of the experts, too."""
+    model, x = PAGE["build"](name, mx.float32), mx.array(rng.standard_normal((1, 1, 128)).astype(np.float32))
+    kinds = ("SparseMoeBlock", "BailingSparseMoE", "DeepseekV3MoE", "KimiSparseMoE")
+    block = next(part for _, part in model.named_modules() if type(part).__name__ in kinds)
+    for part in (block, block.gate, block.get("args")):
+        if part is not None and hasattr(part, "topk_group"):
+            for groups in ("n_group", "num_expert_group"):
+                if hasattr(part, groups):
+                    setattr(part, groups, 2)
+            part.topk_group = 1
+    expected = block(x)
+    for simulated in (contextlib.nullcontext(), mm.simulator.enabled(gpu="m2-max")):
+        with mm.patched(), simulated:
+            mm.stats(reset=True)
+            assert_near(block(x), expected, name, LAYERS)
+            assert tiny.kernels("route_top_k") + tiny.kernels("mixture") > 0
 
 
 @pytest.mark.parametrize("name", ["kimi_k3", "longcat_flash", "minimax_m3_vl"])
