@@ -5,7 +5,8 @@
 
 namespace mittens::cpu {
 
-enum class Scores { softmax, sigmoid, chosen };  // chosen: the softmax of the chosen logits alone
+// chosen: the softmax of the chosen logits alone; sqrtsoftplus: sqrt(log(1 + exp(logits))).
+enum class Scores { softmax, sigmoid, chosen, sqrtsoftplus };
 
 struct Route {
   Scores scores;

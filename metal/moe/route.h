@@ -1,6 +1,7 @@
 // A router's choice by one simdgroup: its lanes share out the experts of a token, and find the next of the chosen.
 //
-//   scores[e] = softmax(logits)[e], sigmoid(logits[e]) or logits[e];   key[e] = T(scores[e]) + bias[e], or without T
+//   scores[e] = softmax(logits)[e], sigmoid(logits[e]), sqrt(log(1 + exp(logits[e]))) or logits[e];
+//   key[e] = T(scores[e]) + bias[e], or without T
 //
 // Keys of groups that are dropped are another number. Keys are compared as unsigned integers that are in the same order;
 // 0 is one that is taken.
@@ -85,6 +86,14 @@ inline void score_experts(
   } else if (params.scores == kScoresSigmoid) {
     for (uint i = lane; i < params.experts; i += 32) {
       scores[i] = 1.0f / (1.0f + precise::exp(-scores[i]));
+    }
+  } else if (params.scores == kScoresSqrtSoftplus) {
+    for (uint i = lane; i < params.experts; i += 32) {
+      const float x = scores[i];
+      const float e = precise::exp(-fabs(x));
+      // log(1 + e), whose sum loses digits of a small e.
+      const float rest = e < 0.01f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f - e * 0.25f))) : precise::log(1.0f + e);
+      scores[i] = precise::sqrt((x < 0.0f ? 0.0f : x) + rest);
     }
   }
   keys[lane] = 0;

@@ -59,7 +59,7 @@ struct GatherMmParams {
 
 enum { kMostExperts = 512, kMostChosen = 32, kMostGroups = 32 };  // of a router
 
-enum { kScoresSoftmax, kScoresSigmoid, kScoresChosen };
+enum { kScoresSoftmax, kScoresSigmoid, kScoresChosen, kScoresSqrtSoftplus };
 
 struct RouteParams {
   uint32_t experts;

@@ -365,8 +365,8 @@ def route_top_k(
         logits (array): Of shape ``[..., experts]``; float32, float16 or bfloat16.
         k (int): How many to choose.
         bias (array, optional): Of shape ``[experts]``; added where experts are chosen.
-        scores (str): ``softmax`` or ``sigmoid`` of the logits, or ``chosen``: experts are chosen by the logits, and
-            weights are the softmax of the chosen.
+        scores (str): ``softmax`` or ``sigmoid`` of the logits, ``sqrtsoftplus`` for ``sqrt(log(1 + exp(logits)))``, or
+            ``chosen``: experts are chosen by the logits, and weights are the softmax of the chosen.
         renormalize (bool): Whether weights are divided by their sum.
         descending (bool): Whether the largest comes first. NaN comes last in either order.
         scale (float): What weights are multiplied by.

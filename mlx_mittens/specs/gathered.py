@@ -291,6 +291,8 @@ class RouterOp(Op):
         assert logits is not None
         if options["scores"] == "sigmoid":
             weights = np.take_along_axis(1 / (1 + np.exp(-logits)), indices, -1)
+        elif options["scores"] == "sqrtsoftplus":
+            weights = np.take_along_axis(np.sqrt(np.logaddexp(logits, 0)), indices, -1)
         else:
             exponentials = np.exp(logits - logits.max(-1, keepdims=True))
             weights = np.take_along_axis(exponentials, indices, -1)
@@ -304,6 +306,7 @@ class RouterOp(Op):
 def mx_route(logits, bias, k, scores, renormalize=False, descending=True, scale=1.0, precise=False, eps=1e-20):
     wide = logits.astype(mx.float32)
     values = {"softmax": lambda: mx.softmax(wide, -1, precise=True), "sigmoid": lambda: mx.sigmoid(wide)}
+    values["sqrtsoftplus"] = lambda: mx.sqrt(mx.logaddexp(wide, 0.0))
     values = values.get(scores, lambda: wide)()
     keys = (values if precise else values.astype(logits.dtype).astype(mx.float32)) + (0 if bias is None else bias)
     indices = mx.argsort(-keys, -1)[..., :k] if descending else mx.argsort(keys, -1)[..., -k:]

@@ -331,8 +331,12 @@ MOE_OPS: tuple[Op, ...] = (
         summary="a router's experts and their weights in one kernel",
         options={"k": 8, "scores": "softmax"},
         tests=tuple(
-            Case("test", (tokens, experts), {"scores": scores, "renormalize": scores == "sigmoid", "descending": order})
-            for scores in ("softmax", "sigmoid", "chosen")
+            Case(
+                "test",
+                (tokens, experts),
+                {"scores": scores, "renormalize": scores in ("sigmoid", "sqrtsoftplus"), "descending": order},
+            )
+            for scores in ("softmax", "sigmoid", "chosen", "sqrtsoftplus")
             for tokens, experts, order in ((1, 8, True), (3, 60, True), (2, 128, False), (5, 257, True))
         ),
         cases=(

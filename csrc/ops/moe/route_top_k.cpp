@@ -32,7 +32,7 @@ namespace {
 constexpr const char* op = "route_top_k";
 const Name file = "moe/route_top_k.metal";
 static_assert(int(cpu::Scores::softmax) == kScoresSoftmax && int(cpu::Scores::sigmoid) == kScoresSigmoid &&
-              int(cpu::Scores::chosen) == kScoresChosen);
+              int(cpu::Scores::chosen) == kScoresChosen && int(cpu::Scores::sqrtsoftplus) == kScoresSqrtSoftplus);
 
 using Outputs = std::tuple<mx::array, mx::array>;
 
@@ -59,6 +59,8 @@ Arrays composition_of(const mx::array& logits, const std::optional<mx::array>& b
     scores = mx::softmax(wide, -1, true, stream);
   } else if (routing.scores == cpu::Scores::sigmoid) {
     scores = mx::sigmoid(wide, stream);
+  } else if (routing.scores == cpu::Scores::sqrtsoftplus) {
+    scores = mx::sqrt(mx::logaddexp(wide, mx::array(0.0f), stream), stream);
   }
   const mx::Dtype of_keys = routing.precise ? mx::float32 : logits.dtype();
   mx::array keys = in_dtype(in_dtype(scores, of_keys, stream), mx::float32, stream);
@@ -206,7 +208,10 @@ cpu::Scores scores_of(const char* op, const std::string& scores) {
   if (scores == "chosen") {
     return cpu::Scores::chosen;
   }
-  checks::fail(op, "scores is '", scores, "': expected softmax, sigmoid or chosen");
+  if (scores == "sqrtsoftplus") {
+    return cpu::Scores::sqrtsoftplus;
+  }
+  checks::fail(op, "scores is '", scores, "': expected softmax, sigmoid, chosen or sqrtsoftplus");
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ def test_a_token_is_two_launches(rng, parts):
 
 @pytest.mark.parametrize("more", [{}, {"precise": True, "groups": (8, 4), "dropped": -np.inf}, {"eps": 1e-3}])
 @pytest.mark.parametrize("descending", [True, False])
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen", "sqrtsoftplus"])
 def test_experts_are_those_that_route_top_k_chooses(rng, dtype, scores, descending, more):
     """Ties too, of which there are many, for every place of a token: each finds its expert by itself."""
     case = specs.Case("test", (3, 5, 40, 64, 32), {**CASE.options, "k": 5, "parts": ""})
@@ -135,7 +135,7 @@ def test_bad_input(rng):
     fails(r"gate's w has shape \(32,8\): expected \[experts, outputs, words\]", gate=arrays[2][0])
     for options, text in (
         ({"k": 4}, "k is 4, logits has 3 columns"),
-        ({"scores": "tanh"}, "scores is 'tanh': expected softmax, sigmoid or chosen"),
+        ({"scores": "tanh"}, "scores is 'tanh': expected softmax, sigmoid, chosen or sqrtsoftplus"),
         ({"scale": mx.inf}, "scale is inf: expected a finite number"),
     ):
         with pytest.raises(ValueError, match=rf"\[mixture\] {text}"):

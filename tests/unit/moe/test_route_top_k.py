@@ -14,7 +14,7 @@ def logits_of(rng, shape, dtype=mx.float32):
 
 
 @pytest.mark.parametrize("descending", [True, False])
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen", "sqrtsoftplus"])
 def test_beside_numpy(rng, dtype, executor, scores, descending):
     for tokens, experts, k in [(1, 8, 2), (5, 128, 8), (3, 17, 17), (2, 1, 1)]:
         logits = logits_of(rng, (tokens, experts), dtype)
@@ -23,13 +23,16 @@ def test_beside_numpy(rng, dtype, executor, scores, descending):
         x, chosen = specs.widen(logits), np.array(indices)
         # Experts are chosen by scores in the type of the logits.
         wide = logits.astype(mx.float32)
-        values = {"softmax": mx.softmax(wide, -1), "sigmoid": mx.sigmoid(wide), "chosen": wide}[scores]
+        values = {"softmax": mx.softmax(wide, -1), "sigmoid": mx.sigmoid(wide), "chosen": wide}
+        values = {**values, "sqrtsoftplus": mx.sqrt(mx.logaddexp(wide, 0.0))}[scores]
         keys = specs.widen(values.astype(dtype))
         most = np.sort(keys, -1)[:, experts - k :]
         np.testing.assert_array_equal(np.take_along_axis(keys, chosen, -1), most[:, ::-1] if descending else most)
         of_chosen = np.take_along_axis(x, chosen, -1)
         if scores == "sigmoid":
             expected = 1 / (1 + np.exp(-of_chosen))
+        elif scores == "sqrtsoftplus":
+            expected = np.sqrt(np.logaddexp(of_chosen, 0))
         else:
             total = np.exp(of_chosen if scores == "chosen" else x).sum(-1, keepdims=True)
             expected = np.exp(of_chosen) / total
@@ -76,6 +79,14 @@ def test_precise(rng, dtype, executor):
         indices, _ = mm.route_top_k(logits, 4, bias, "sigmoid", descending=descending, precise=True)
         most = np.argsort(keys, -1)[:, -4:]
         np.testing.assert_array_equal(np.array(indices), most[:, ::-1] if descending else most)
+
+
+def test_softplus_of_large_logits(executor):
+    """Where exp(x) is far below 1, or is infinite."""
+    logits = mx.array([[-60.0, -30.0, -12.0, -5.0, -4.0, 0.0, 20.0, 200.0]])
+    _, weights = mm.route_top_k(logits, 8, None, "sqrtsoftplus")
+    expected = np.sqrt(np.logaddexp(specs.widen(logits), 0))[:, ::-1]
+    np.testing.assert_allclose(np.array(weights), expected, rtol=4 * ROUNDINGS)
 
 
 def test_eps(rng, executor):
@@ -154,7 +165,7 @@ def test_renormalized(rng, dtype, executor):
 
 
 @pytest.mark.parametrize("fill", [mx.nan, mx.inf, -mx.inf])
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen", "sqrtsoftplus"])
 def test_indices_stay_in_range(executor, scores, fill):
     for descending in (True, False):
         row = mx.array([1.0, fill, 0.5, fill, 2.0])
@@ -198,7 +209,9 @@ def test_bad_input(native):
     for k in (0, 9, -1):
         with pytest.raises(ValueError, match=rf"\[route_top_k\] k is {k}, logits has 8 columns"):
             mm.route_top_k(logits, k)
-    with pytest.raises(ValueError, match=r"\[route_top_k\] scores is 'tanh': expected softmax, sigmoid or chosen"):
+    with pytest.raises(
+        ValueError, match=r"\[route_top_k\] scores is 'tanh': expected softmax, sigmoid, chosen or sqrtsoftplus"
+    ):
         mm.route_top_k(logits, 2, None, "tanh")
     with pytest.raises(ValueError, match=r"\[route_top_k\] bias has shape \(7\)"):
         mm.route_top_k(logits, 2, mx.zeros((7,)))

@@ -1,6 +1,7 @@
 #include "cpu/route_top_k.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "cpu/isa/rows.h"
@@ -96,6 +97,10 @@ void route_row(const Route& route, const T* logits, const float* bias, uint32_t*
       const Float x = read<Float>(scores + i, part);
       write(scores + i, 1.0f / (exp(-x) + 1.0f), part);
     });
+  }
+  for (size_t i = 0; route.scores == Scores::sqrtsoftplus && i < experts; ++i) {
+    const float x = scores[i];
+    scores[i] = std::sqrt((x < 0 ? 0.0f : x) + std::log1p(std::exp(-std::abs(x))));
   }
   // Rounded to the type, as mx's scores mostly are where experts are chosen by them.
   T* rounded = reinterpret_cast<T*>(order + experts);
