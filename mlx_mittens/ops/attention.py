@@ -340,6 +340,66 @@ def cascade_attention(
     raise NotImplementedError
 
 
+@overload
+def paged_attention(
+    q: mx.array,
+    key_blocks: mx.array | tuple[mx.array, mx.array, mx.array],
+    value_blocks: mx.array | tuple[mx.array, mx.array, mx.array],
+    block_table: mx.array,
+    lengths: mx.array,
+    *,
+    scale: float,
+    mask: str | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    group_size: int = 64,
+    bits: int = 8,
+    exact: bool = False,
+    return_logsumexp: Literal[False] = False,
+    stream: StreamOrDevice = None,
+) -> mx.array: ...
+
+
+@overload
+def paged_attention(
+    q: mx.array,
+    key_blocks: mx.array | tuple[mx.array, mx.array, mx.array],
+    value_blocks: mx.array | tuple[mx.array, mx.array, mx.array],
+    block_table: mx.array,
+    lengths: mx.array,
+    *,
+    scale: float,
+    mask: str | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    group_size: int = 64,
+    bits: int = 8,
+    exact: bool = False,
+    return_logsumexp: Literal[True],
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array]: ...
+
+
+@overload
+def paged_attention(
+    q: mx.array,
+    key_blocks: mx.array | tuple[mx.array, mx.array, mx.array],
+    value_blocks: mx.array | tuple[mx.array, mx.array, mx.array],
+    block_table: mx.array,
+    lengths: mx.array,
+    *,
+    scale: float,
+    mask: str | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    group_size: int = 64,
+    bits: int = 8,
+    exact: bool = False,
+    return_logsumexp: bool,
+    stream: StreamOrDevice = None,
+) -> mx.array | tuple[mx.array, mx.array]: ...
+
+
 @defined_in_extension
 def paged_attention(
     q: mx.array,
@@ -354,8 +414,10 @@ def paged_attention(
     window: int | None = None,
     group_size: int = 64,
     bits: int = 8,
+    exact: bool = False,
+    return_logsumexp: bool = False,
     stream: StreamOrDevice = None,
-) -> mx.array:
+) -> mx.array | tuple[mx.array, mx.array]:
     """Attention over keys and values in blocks of a pool, which a table names for each row of the batch.
 
     Key ``p`` of row ``b`` is ``key_blocks[block_table[b, p // n], :, p % n]``, where blocks have ``n`` keys. Rows may
@@ -382,14 +444,19 @@ def paged_attention(
         window (int, optional): Each query sees only the last so many of its keys, up to its own.
         group_size (int): Of packed keys and values: 32, 64 or 128.
         bits (int): Of packed keys and values.
+        exact (bool): Whether a query gets, bit for bit, the result of an exact call of it and its keys alone, as in
+            ``scaled_dot_product_attention``: in whichever blocks they lie, and whatever other rows there are.
+        return_logsumexp (bool): Whether to return the logsumexp of each row's scores too.
         stream (optional): Stream or device to run on.
 
     Returns:
-        array: Of shape ``[batch, heads, queries, value_width]`` and the type of ``q``.
+        array: Of shape ``[batch, heads, queries, value_width]`` and the type of ``q``. With ``return_logsumexp`` a pair
+        of it and the logsumexp, of shape ``[batch, heads, queries]`` and float32: -infinity for a query that sees no
+        key and has no sink, NaN where the result is.
 
     Raises:
         DtypeError: ``block_table`` or ``lengths`` is not int32, or a pool not of the type of ``q``.
-        ValueError: Shapes do not fit together, or ``mask`` is another string.
+        ValueError: Shapes do not fit together, ``mask`` is another string, or there is no kernel for an exact call.
 
     Example:
         >>> pool = mx.random.normal((10, 2, 16, 64))

@@ -239,6 +239,13 @@ std::string attention_missing(const AttentionCall& call, mx::Stream stream) {
   return reason ? reason : "";
 }
 
+mx::array logsumexp_of_nothing(const AttentionCall& call, mx::Stream s) {
+  const mx::Shape scores = call.scores_shape();
+  const mx::array sums =
+      call.sinks ? mx::reshape(mx::astype(*call.sinks, mx::float32, s), {1, scores[1], 1}, s) : mx::array(-INFINITY);
+  return mx::broadcast_to(sums, {scores[0], scores[1], scores[2]}, s);
+}
+
 namespace {
 
 enum class Computed { nowhere, by_mx, by_kernels };  // nowhere: there is nothing to compute
@@ -263,14 +270,6 @@ mx::array attention_of_nothing(const AttentionCall& call, mx::Stream s) {
   const mx::Shape scores = call.scores_shape();
   const mx::array y = mx::zeros({scores[0], scores[1], scores[2], call.value_width()}, call.queries.dtype(), s);
   return or_nan(y, call.starts, call.ends, scores[3], s);
-}
-
-// Of no score, or of the sinks alone.
-mx::array logsumexp_of_nothing(const AttentionCall& call, mx::Stream s) {
-  const mx::Shape scores = call.scores_shape();
-  const mx::array sums =
-      call.sinks ? mx::reshape(mx::astype(*call.sinks, mx::float32, s), {1, scores[1], 1}, s) : mx::array(-INFINITY);
-  return mx::broadcast_to(sums, {scores[0], scores[1], scores[2]}, s);
 }
 
 DenseAttention dense(const AttentionCall& call, mx::Stream s) {

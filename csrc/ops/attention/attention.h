@@ -123,7 +123,10 @@ AttentionCall checked_attention(const char* op, const mx::array& q, const mx::ar
 // Whether a call has no keys or no results.
 bool is_of_nothing(const AttentionCall& call);
 
-// Why no kernel covers a call that has both; empty where one does.
+// Its logsumexp: of no score, or of the sinks alone.
+mx::array logsumexp_of_nothing(const AttentionCall& call, mx::Stream stream);
+
+// Why no kernel covers a call that has keys and results; empty where one does.
 std::string attention_missing(const AttentionCall& call, mx::Stream stream);
 
 // The primitive of a call without mask and sinks, of queries, keys and values of these shapes, as if they were not

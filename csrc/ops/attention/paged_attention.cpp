@@ -11,6 +11,7 @@
 
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"
+#include "ops/attention/attention_backward.h"
 #include "ops/attention/attention_composed.h"
 #include "ops/attention/plan.h"
 #include "ops/attention/row_keys.h"
@@ -43,24 +44,30 @@ mx::array gathered(const mx::array& pool, const mx::array& blocks, const mx::arr
   return mx::where(is_there, mx::flatten(taken, 2, 3, s), mx::zeros({}, pool.dtype(), s), s);
 }
 
-// y [batch, heads, queries, value width]. Inputs: queries; keys in blocks, or their words, scales and biases; values
-// likewise; sinks; lengths; the table.
+// y [batch, heads, queries, value width], and if wanted the logsumexp [batch, heads, queries]. Inputs: queries; keys in
+// blocks, or their words, scales and biases; values likewise; sinks; lengths; the table.
 class PagedAttention : public KernelPrimitive {
  public:
-  PagedAttention(mx::Stream stream, AttentionOptions options) : KernelPrimitive(stream), options_(options) {}
+  PagedAttention(mx::Stream stream, AttentionOptions options, bool has_logsumexp)
+      : KernelPrimitive(stream), options_(options), has_logsumexp_(has_logsumexp) {}
 
   const char* name() const override {
     return "MittensPagedAttention";
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return options_ == static_cast<const PagedAttention&>(other).options_;
+    const auto& attention = static_cast<const PagedAttention&>(other);
+    return options_ == attention.options_ && has_logsumexp_ == attention.has_logsumexp_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     mx::Shape shape = inputs[0].shape();
     shape.back() = unpacked(inputs[first_value()], options_.bits).back();
-    return {shape};
+    std::vector<mx::Shape> shapes = {shape};
+    if (has_logsumexp_) {
+      shapes.push_back({shape[0], shape[1], shape[2]});
+    }
+    return shapes;
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -75,7 +82,7 @@ class PagedAttention : public KernelPrimitive {
   }
 
   // In mx operations.
-  static mx::array compose(const Arrays& inputs, const AttentionOptions& options, mx::Stream s) {
+  static Arrays compose(const Arrays& inputs, const AttentionOptions& options, bool has_logsumexp, mx::Stream s) {
     const size_t first_value = options.bits ? 4 : 2;
     const mx::array lengths = mx::stop_gradient(inputs.end()[-2], s), table = mx::stop_gradient(inputs.back(), s);
     const int block = inputs[1].shape(2), keys = keys_of(inputs[1], table);
@@ -95,12 +102,20 @@ class PagedAttention : public KernelPrimitive {
     dense.is_paged = false;
     dense.bits = 0;
     const auto sinks = options.has_sinks ? std::optional(inputs.end()[-3]) : std::nullopt;
-    const DenseAttention call{inputs[0], rows(1), rows(first_value), std::nullopt, sinks, dense};
-    const mx::array y = composed_attention(with_mask_of_rows(call, std::nullopt, lengths, s), s);
+    const DenseAttention call = with_mask_of_rows(
+        DenseAttention{inputs[0], rows(1), rows(first_value), std::nullopt, sinks, dense}, std::nullopt, lengths, s);
     const mx::array seen = seen_by_rows(dense, std::nullopt, lengths, inputs[0].shape(2), keys, s);
     const mx::array lacks = any_of_row(mx::logical_and(seen, mx::logical_not(is_named, s), s), s);
-    const mx::array nan(std::numeric_limits<float>::quiet_NaN(), y.dtype());
-    return or_nan(mx::where(lacks, nan, y, s), std::nullopt, lengths, keys, s);
+    const auto known = [&](const mx::array& results) {
+      const mx::array nan(std::numeric_limits<float>::quiet_NaN(), results.dtype());
+      const mx::array of_results = results.ndim() == 3 ? mx::squeeze(lacks, -1, s) : lacks;
+      return or_nan(mx::where(of_results, nan, results, s), std::nullopt, lengths, keys, s);
+    };
+    Arrays results = {known(composed_attention(call, s))};
+    if (has_logsumexp) {
+      results.push_back(known(composed_logsumexp(call, s)));
+    }
+    return results;
   }
 
  protected:
@@ -125,18 +140,19 @@ class PagedAttention : public KernelPrimitive {
     if (!missing.empty()) {
       checks::fail(op, "was called where native code or other shapes were expected: no kernel covers ", missing);
     }
-    return attention_launches(inputs, outputs[0], nullptr, options_, stream());
+    return attention_launches(inputs, outputs[0], has_logsumexp_ ? &outputs[1] : nullptr, options_, stream());
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     cpu::Attention call = native_attention(inputs, options_);
     call.y = data_of(outputs[0]);
+    call.logsumexp = has_logsumexp_ ? outputs[1].data<float>() : nullptr;
     const cpu::RaggedKeys keys = native_keys(inputs, options_);
     return [call, keys] { cpu::ragged_attention(call, keys); };
   }
 
   Arrays composed(const Arrays& inputs) override {
-    return {compose(inputs, options_, stream())};
+    return compose(inputs, options_, has_logsumexp_, stream());
   }
 
  private:
@@ -153,7 +169,20 @@ class PagedAttention : public KernelPrimitive {
   }
 
   AttentionOptions options_;
+  bool has_logsumexp_;
 };
+
+AttentionOutput output_of(const Arrays& results) {
+  return results.size() == 1 ? AttentionOutput(results[0]) : std::tuple(results[0], results[1]);
+}
+
+// What a call gives whose rows have no keys.
+AttentionOutput output_of_nothing(const AttentionCall& call, const mx::Shape& shape, int keys, bool has_logsumexp,
+                                  mx::Stream s) {
+  const auto known = [&](const mx::array& results) { return or_nan(results, std::nullopt, call.ends, keys, s); };
+  const mx::array y = known(mx::zeros(shape, call.queries.dtype(), s));
+  return has_logsumexp ? AttentionOutput(std::tuple(y, known(logsumexp_of_nothing(call, s)))) : y;
+}
 
 // The pool's shape in elements.
 mx::Shape check_pool(const char* name, const Pool& pool, int group_size, int bits) {
@@ -218,10 +247,11 @@ std::string missing_of(const AttentionCall& call, const mx::array& table, mx::St
   return missing.empty() && reason ? reason : missing;
 }
 
-mx::array paged_attention(const mx::array& q, const Pool& key_blocks, const Pool& value_blocks,
-                          const mx::array& block_table, const mx::array& lengths, float scale,
-                          const std::optional<std::string>& mask, const std::optional<mx::array>& sinks,
-                          std::optional<int> window, int group_size, int bits, mx::StreamOrDevice where) {
+AttentionOutput paged_attention(const mx::array& q, const Pool& key_blocks, const Pool& value_blocks,
+                                const mx::array& block_table, const mx::array& lengths, float scale,
+                                const std::optional<std::string>& mask, const std::optional<mx::array>& sinks,
+                                std::optional<int> window, int group_size, int bits, bool exact, bool return_logsumexp,
+                                mx::StreamOrDevice where) {
   const mx::Stream s = checks::checked_stream(op, where);
   if (q.ndim() != 4) {
     checks::fail(op, "q has shape ", q.shape(), ": expected four dimensions");
@@ -236,12 +266,13 @@ mx::array paged_attention(const mx::array& q, const Pool& key_blocks, const Pool
   check_shapes(q.shape(), keys, values, block_table);
   check_numbers(op, "lengths", lengths, q.shape(0));
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"q", q}});
-  AttentionCall call{
-      .queries = q,
-      .keys = checked_arrays("key_blocks", key_blocks, dtype),
-      .values = checked_arrays("value_blocks", value_blocks, dtype),
-      .options = {
-          .scale = scale, .bits = packed ? bits : 0, .group_size = packed ? group_size : 0, .exact = is_exact()}};
+  AttentionCall call{.queries = q,
+                     .keys = checked_arrays("key_blocks", key_blocks, dtype),
+                     .values = checked_arrays("value_blocks", value_blocks, dtype),
+                     .options = {.scale = scale,
+                                 .bits = packed ? bits : 0,
+                                 .group_size = packed ? group_size : 0,
+                                 .exact = exact || is_exact()}};
   take_mask(op, call, mask ? MaskArgument(*mask) : MaskArgument(), window, s);
   take_sinks(op, call, sinks, s);
   call.ends = lengths;
@@ -250,7 +281,7 @@ mx::array paged_attention(const mx::array& q, const Pool& key_blocks, const Pool
   shape.back() = values[3];
   const bool has_keys = keys[0] > 0 && block_table.shape(1) > 0;
   if (!has_keys || std::count(shape.begin(), shape.end(), 0) > 0) {
-    return or_nan(mx::zeros(shape, dtype, s), std::nullopt, lengths, has_keys ? keys[2] * block_table.shape(1) : 0, s);
+    return output_of_nothing(call, shape, has_keys ? keys[2] * block_table.shape(1) : 0, return_logsumexp, s);
   }
   const bool has_width = q.shape(3) > 0;
   if (!has_width) {  // scores are 0, as with one column of zeros
@@ -268,14 +299,22 @@ mx::array paged_attention(const mx::array& q, const Pool& key_blocks, const Pool
   const AttentionOptions options = call.options;
   Arrays inputs = attention_inputs(std::move(call));
   inputs.push_back(block_table);
-  return by_mx ? PagedAttention::compose(inputs, options, s)
-               : only_output(std::move(shape), std::make_shared<PagedAttention>(s, options), std::move(inputs));
+  if (by_mx) {
+    return output_of(PagedAttention::compose(inputs, options, return_logsumexp, s));
+  }
+  auto primitive = std::make_shared<PagedAttention>(s, options, return_logsumexp);
+  if (!return_logsumexp) {
+    return only_output(std::move(shape), std::move(primitive), std::move(inputs));
+  }
+  std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+  return output_of(mx::array::make_arrays(std::move(shapes), {dtype, mx::float32}, primitive, inputs));
 }
 
 void bind(nb::module_& module) {
   bind_function(module, op, &paged_attention, "q"_a, "key_blocks"_a, "value_blocks"_a, "block_table"_a, "lengths"_a,
                 nb::kw_only(), "scale"_a, "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(),
-                "window"_a.none() = nb::none(), "group_size"_a = 64, "bits"_a = 8, "stream"_a = nb::none());
+                "window"_a.none() = nb::none(), "group_size"_a = 64, "bits"_a = 8, "exact"_a = false,
+                "return_logsumexp"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -126,12 +126,25 @@ def test_many_keys(rng, executor, packed):
     paged.check(q, paged.attend(q))
 
 
-def test_blocks_as_vllm_lays_them_out(rng, dtype, executor):
-    """Tokens of a block before its heads: a transposed view."""
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_blocks_as_vllm_lays_them_out(rng, dtype, executor, side_by_side, queries):
+    """Tokens of a block before its heads: transposed views, also of one array with keys and values of a token."""
     paged = Paged(rng, [70, 40], dtype=dtype)
-    q = draw(rng, (2, 4, 1, 64), dtype)
-    paged.pools = [mx.contiguous(a.swapaxes(1, 2)).swapaxes(1, 2) for a in paged.pools]
-    paged.check(q, paged.attend(q))
+    q = draw(rng, (2, 4, queries, 64), dtype)
+    if side_by_side:
+        both = mx.concatenate(paged.pools, -1)
+        both = mx.contiguous(both.swapaxes(1, 2)).swapaxes(1, 2)
+        paged.pools = [both[..., :64], both[..., 64:]]
+    else:
+        paged.pools = [mx.contiguous(a.swapaxes(1, 2)).swapaxes(1, 2) for a in paged.pools]
+    mx.eval(paged.pools)
+    mm.stats(reset=True)
+    y = paged.attend(q, mask="causal")
+    if executor != "native":  # nothing is copied first
+        counts = mm.stats(reset=True)["paged_attention"]["kernels"]
+        assert all(" attention_" in name for name in counts), counts
+    paged.check(q, y, causal=True)
 
 
 def test_part_of_a_table(rng, executor):
@@ -199,25 +212,82 @@ def test_scores_beyond_float16(rng, executor):
     paged.check(q, paged.attend(q))
 
 
-@pytest.fixture
-def exactly():
-    mm.patch(exact=True)
-    yield
-    mm.unpatch()
-
-
 @pytest.mark.parametrize("queries", [1, 3])
-def test_exact(rng, executor, exactly, queries):
-    """What a query gets among drafts and in a batch it gets alone, bit for bit."""
-    paged = Paged(rng, [1100, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_exact(rng, executor, queries, packed):
+    """What a query gets among drafts and in a batch it gets alone, bit for bit, also from a shorter table."""
+    paged = Paged(rng, [1100, 40], packed=packed)
     q = draw(rng, (2, 4, queries, 64), mx.float16)
-    y = paged.attend(q, mask="causal")
+    y = paged.attend(q, mask="causal", exact=True)
+    with mm.patched(exact=True):
+        assert mx.array_equal(paged.attend(q, mask="causal"), y).item()
     table, lengths = paged.table, paged.lengths
     for row in range(2):
         for i in range(queries):
-            paged.table, paged.lengths = table[row : row + 1], lengths[row : row + 1] - (queries - 1 - i)
-            alone = paged.attend(q[row : row + 1, :, i : i + 1])
+            length = lengths[row : row + 1] - (queries - 1 - i)
+            entries = -(-length.item() // paged.block)
+            paged.table, paged.lengths = table[row : row + 1, :entries], length
+            alone = paged.attend(q[row : row + 1, :, i : i + 1], exact=True)
             assert mx.array_equal(alone[0, :, 0], y[row, :, i]).item()
+
+
+def test_exact_without_a_kernel(rng, executor, lenient):
+    """An error where mx would compute the call, in no order that is known."""
+    paged = Paged(rng, [40, 17], width=72, dtype=mx.float16)
+    q = draw(rng, (2, 4, 1, 72), mx.float16)
+    if executor == "native":
+        paged.attend(q, exact=True)
+        return
+    with pytest.raises(ValueError, match="is to be exact, and no kernel computes the call"):
+        paged.attend(q, exact=True)
+
+
+@pytest.mark.parametrize("case", ["plain", "causal", "window", "sinks", "packed", "long", "composed"])
+def test_logsumexp(rng, dtype, executor, lenient, case):
+    """As over the same keys one after the other."""
+    lengths = [1500, 700, 0, 1] if case == "long" else [70, 3, 0, 33]
+    width = 72 if case == "composed" else 64
+    paged = Paged(rng, lengths, dtype=dtype, packed=case == "packed", width=width)
+    q = draw(rng, (4, 4, 1 if case == "long" else 3, width), dtype)
+    options = {
+        "causal": {"mask": "causal"},
+        "window": {"window": 5},
+        "sinks": {"sinks": draw(rng, (4,), dtype)},
+    }.get(case, {})
+    y, sums = paged.attend(q, return_logsumexp=True, **options)
+    assert sums.shape == q.shape[:3] and sums.dtype == mx.float32
+    paged.check(q, y, causal=case == "causal", window=options.get("window"), sinks=options.get("sinks"))
+    table, asked = np.array(paged.table), {"ends": paged.lengths, "return_logsumexp": True}
+    if case == "packed":  # whose integers are unpacked to halves
+        rows = [tuple(paged._rows(a, table) for a in pool) for pool in paged.pools]
+        _, right = run(lambda: mm.quantized_scaled_dot_product_attention(q, *rows, SCALE, **asked))
+    else:
+        wide = {name: a.astype(mx.float32) if name == "sinks" else a for name, a in options.items()}
+        rows = [paged._rows(a, table).astype(mx.float32) for a in paged.pools]
+        right_of = lambda: mm.scaled_dot_product_attention(q.astype(mx.float32), *rows, scale=SCALE, **asked, **wide)
+        _, right = run(right_of)
+    np.testing.assert_array_equal(np.isinf(np.array(sums)), np.isinf(np.array(right)))
+    seen = mx.isfinite(right)
+    assert_near(mx.where(seen, sums, 0), mx.where(seen, right, 0), "row")
+
+
+def test_logsumexp_of_nothing(rng, executor):
+    """NaN where the result is: of a length that is none, and of a block that is not there."""
+    paged = Paged(rng, [40, 40, 40])
+    table = np.array(paged.table)
+    table[1, 2] = -1
+    paged.table, paged.lengths = mx.array(table), mx.array([40, 40, -1])
+    y, sums = paged.attend(draw(rng, (3, 4, 2, 64), mx.float16), return_logsumexp=True)
+    assert mx.array_equal(mx.isnan(sums), mx.isnan(y[..., 0])).item()
+    assert not mx.any(mx.isnan(sums[0])).item() and mx.all(mx.isnan(sums[1:])).item()
+    pool, q = mx.zeros((0, 2, 16, 64)), mx.zeros((2, 4, 1, 64))
+    sinks = mx.arange(4.0)
+    for given in (None, sinks):
+        _, sums = mm.paged_attention(
+            q, pool, pool, mx.zeros((2, 0), mx.int32), mx.array([0, 3]), scale=1.0, sinks=given, return_logsumexp=True
+        )
+        assert mx.array_equal(sums[0, :, 0], mx.full(4, -mx.inf) if given is None else sinks).item()
+        assert mx.all(mx.isnan(sums[1])).item()
 
 
 @pytest.mark.parametrize("what", ["width", "bits", "values"])
