@@ -296,7 +296,7 @@ def build(name: str, dtype: Any = None) -> Any:
     """The small model of a file, in float16 by default."""
     import mlx.core as mx
     import mlx.nn as nn
-    from mlx.utils import tree_flatten
+    from mlx.utils import tree_flatten, tree_unflatten
 
     mx.random.seed(0)
     module = importlib.import_module(f"mlx_lm.models.{name}")
@@ -304,7 +304,10 @@ def build(name: str, dtype: Any = None) -> Any:
     size = sum(a.nbytes for _, a in tree_flatten(model.parameters()))
     if size > MOST_BYTES:
         raise ValueError(f"its parameters take {size >> 20} MB: the table of sizes lacks some of its fields")
-    model.set_dtype(dtype or mx.float16)
+    cast = getattr(model, "cast_predicate", lambda _: True)  # what mlx-lm casts where it converts a model
+    for key, value in tree_flatten(model.parameters()):
+        if cast(key) and mx.issubdtype(value.dtype, mx.floating):
+            model.update(tree_unflatten([(key, value.astype(dtype or mx.float16))]))
     nn.quantize(model, 64, 4, class_predicate=lambda path, part: is_quantized(model, path, part))
     mx.eval(model.parameters())
     return model.eval()  # as mlx-lm loads one

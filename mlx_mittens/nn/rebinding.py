@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
-from ..patching import altup_layers, attention_layers
+from ..patching import altup_layers, attention_layers, hyper_connections
 from ..patching.digests import plain
 from ..patching.model_attention import attend
 from ..patching.target import Target
@@ -32,6 +32,7 @@ _MODELS = "mlx_lm."
 _CALLS = {"cache", "softcap", "linear"}
 # Calls that stand before a class's own, which finds our functions where they leave it to that.
 _LAYERS = {"recurrence"}
+_OF_STREAMS = (hyper_connections.clamped_swiglu, hyper_connections.hyper_connection)
 # Attention layers that stand before a class's own call likewise: there is no fusion of theirs in `nn`.
 _ATTENTIONS = (
     altup_layers.gemma3n_layer,
@@ -114,7 +115,7 @@ class _Rebinding:
         self.layers = {
             owner: target
             for target, owner, leaf in _ready(is_of_class=True)
-            if leaf == "__call__" and target.switch in _LAYERS
+            if leaf == "__call__" and (target.switch in _LAYERS or target.attempt in _OF_STREAMS)
         }
         self.attentions = {
             owner: target for target, owner, _ in _ready(is_of_class=True) if target.attempt in _ATTENTIONS

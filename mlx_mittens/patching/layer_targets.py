@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import _ext
-from . import adapters, altup_layers, attention_layers, biased_routers, recurrent_layers, routers
+from . import adapters, altup_layers, attention_layers, biased_routers, hyper_connections, recurrent_layers, routers
 from .digests import digest, plain
 from .target import Attempt, Target
 
@@ -174,6 +174,7 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
     (biased_routers.lfm2_mixture, "a049723bb0f541af", ("lfm2_moe.Lfm2MoeSparseMoeBlock",), ("self", "x")),
     (biased_routers.step_mixture, "6f182d745aed50e0", ("step3p5.Step3p5MoE",), ("self", "x")),
     (biased_routers.nemotron_mixture, "a075435a5c60fca5", ("nemotron_h.NemotronHMoE",), ("self", "x")),
+    (hyper_connections.deepseek_v41_mixture, "ee3c6e112c891232", ("deepseek_v41.MoE",), ("self", "x")),
     (
         routers.granite_gate,
         "3fc5b5c918b88f8f",
@@ -379,4 +380,36 @@ ATTENTION += [
         text="acef24d9337512ef",
         needs=("cache", "scaled_dot_product_attention"),
     )
+]
+
+# Functions and layers of deepseek_v41, by their digests.
+_STREAMS: tuple[tuple[str, Attempt, str, tuple[str, ...]], ...] = (
+    ("_collapse", hyper_connections.collapsed, "f4180e5272d67f2b", ("streams", "mix")),
+    ("_expand", hyper_connections.expanded, "b99ed4d57a7aeadb", ("x", "residual", "post", "comb")),
+    (
+        "_apply_rope",
+        hyper_connections.turned,
+        "f668d10bce947c18",
+        ("x", "rope", "rope_dim", "offset", "scale", "inverse"),
+    ),
+    ("_fake_quant_fp8", hyper_connections.fp8_rounded, "cf3de7145cad1982", ("x", "block_size")),
+    ("_gather_rows", hyper_connections.gathered_rows, "0e1abb0f0ce90065", ("values", "indices")),
+    ("HyperConnection.__call__", hyper_connections.hyper_connection, "e35fc10b50ee4608", ("self", "streams")),
+    ("DeepseekV41SwiGLU.__call__", hyper_connections.clamped_swiglu, "a3274420f620f3c1", ("self", "up", "gate")),
+)
+
+ATTENTION += [
+    Target(
+        "attention_layer",
+        "attention_layer",
+        "mlx_lm.models.deepseek_v41",
+        path,
+        attempt,
+        parameters,
+        optional=True,
+        partial=True,  # other shapes and types
+        text=text,
+        needs=("rms_norm", "softmax"),
+    )
+    for path, attempt, text, parameters in _STREAMS
 ]

@@ -91,6 +91,7 @@ BESIDE = [
     "bailing_moe_v3",
     "dbrx",
     "deepseek",
+    "deepseek_v41",
     "ernie4_5_moe",
     "granitemoe",
     "granitemoehybrid",
