@@ -1,9 +1,10 @@
 """Times requests of a model: all at once, as rows of mlx-lm's batches, beside one by one, by the kind of cache.
 
 All counts from the first prompt to the last token. Requests at once are what `batch_generate` does, under `patched()`;
-one by one they run there and on mx alone. The contenders take turns, and the best of each one's counts. Where a
-contender takes longer than its seconds, requests one by one end early: the time of a request then follows from the
-prompts and the tokens that were timed.
+one by one they run there and on mx alone. The contenders take turns, and the best of each one's counts. mx, which may
+need a minute for a prompt on a CPU, has one turn for each kind of cache. Where a contender takes longer than its
+seconds, requests one by one end early: the time of a request then follows from the prompts and the tokens that were
+timed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import importlib
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ class Row:
         cache: ``half``, or the bits of its numbers, as ``8-bit``.
         at_once: All as rows of one batch, patched.
         one_by_one: Patched.
-        mx: One by one, on mx alone.
+        mx: One by one, on mx alone, of the first number of requests.
         problems: Why a contender could not run, by its name.
     """
 
@@ -63,6 +64,7 @@ def prompts_of(count: int, longest: int, tokens: int) -> list[list[int]]:
     """Random prompts of several lengths, from half of the longest on."""
     drawn = random.Random(0)
     lengths = [longest - i * (longest // 2) // count for i in range(count)]
+    drawn.shuffle(lengths)
     return [[drawn.randrange(tokens) for _ in range(length)] for length in lengths]
 
 
@@ -147,8 +149,8 @@ def measure(
     prompt: int,
     seconds: float,
     step: Callable[[str], None],
-) -> list[Row]:
-    """Times one model in one format; a row for each number of requests and each kind of cache.
+) -> Iterator[list[Row]]:
+    """Times one model in one format, for each number of requests with each kind of cache.
 
     Args:
         subject: The model.
@@ -159,6 +161,9 @@ def measure(
         seconds: After which requests one by one end early.
         step: Is told of each number of requests that is done.
 
+    Yields:
+        list: The rows of a number of requests.
+
     Raises:
         model_folders.ModelError: A model of the user's cannot be loaded.
     """
@@ -167,48 +172,59 @@ def measure(
     asked = subject
     subject, model = subject.load()
     streams = {name: new_stream() for name in ("patched", "mx")}
+    problems: dict[_Contender, str] = {}
+    of_mx: dict[_Contender, Speed] = {}
 
     def run(name: str, bits: int | None, prompts: list[list[int]], tokens: int) -> Speed:
         side = "mx" if name == "mx" else "patched"
         with mx.stream(streams[side]), patched() if side == "patched" else contextlib.nullcontext():
             return _RUNS[name](model, prompts, bits, tokens, seconds)
 
-    rows = []
     for count in counts:
         prompts = prompts_of(count, prompt, vocabulary(model))
-        speeds, problems = _in_turns(
-            {(cache, name): partial(run, name, bits, prompts) for cache, bits in caches.items() for name in CONTENDERS},
-            tokens,
-        )
+        contenders = {
+            (cache, name): partial(run, name, bits, prompts) for name in CONTENDERS for cache, bits in caches.items()
+        }
+        if not of_mx:
+            of_mx, wrong = _timed({key: run for key, run in contenders.items() if key[1] == "mx"}, tokens, 1)
+            problems |= wrong
+        ours, wrong = _timed({key: run for key, run in contenders.items() if key[1] != "mx"}, tokens, _TURNS)
+        problems |= wrong
         head = (subject.model, subject.weights, subject.dtype, subject.layers, machine.device(), count)
+        rows = []
         for cache in caches:
-            at_once, one_by_one, theirs = (speeds.get((cache, name)) for name in CONTENDERS)
-            wrong = {name: problems[cache, name] for name in CONTENDERS if (cache, name) in problems}
-            rows.append(Row(*head, cache, at_once, one_by_one, theirs, wrong))
+            at_once, one_by_one = (ours.get((cache, name)) for name in ("at_once", "one_by_one"))
+            of_cache = {name: problems[cache, name] for name in CONTENDERS if (cache, name) in problems}
+            rows.append(Row(*head, cache, at_once, one_by_one, of_mx.get((cache, "mx")), of_cache))
         step(f"{asked}: {count} requests")
-    return rows
+        yield rows
 
 
 _Contender = tuple[str, str]  # a kind of cache and one of `CONTENDERS`
+_REFUSALS = (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError)
 
 
-def _in_turns(
-    contenders: Mapping[_Contender, Callable[[int], Speed]], tokens: int
+def _timed(
+    contenders: Mapping[_Contender, Callable[[int], Speed]], tokens: int, turns: int
 ) -> tuple[dict[_Contender, Speed], dict[_Contender, str]]:
-    """The best of each, after two tokens that compile; and why one cannot run, as where a model refuses a cache."""
+    """The best of each in turns, and why one cannot run, as where a model refuses a cache.
+
+    Where there are several turns, each generates two tokens before: that compiles.
+    """
     problems: dict[_Contender, str] = {}
-    for name, run in contenders.items():
-        try:
-            run(2)
-        except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
-            problems[name] = f"{type(error).__name__}: {error}"
     best: dict[_Contender, Speed] = {}
     start = time.perf_counter()
-    for _ in range(_TURNS):
+    for turn in range(turns):
         for name, run in contenders.items():
             if name in problems:
                 continue
-            speed = run(tokens)
+            try:
+                if turn == 0 and turns > 1:
+                    run(2)
+                speed = run(tokens)
+            except _REFUSALS as error:
+                problems[name] = f"{type(error).__name__}: {error}"
+                continue
             if name not in best or speed.tokens_per_s > best[name].tokens_per_s:
                 best[name] = speed
         if time.perf_counter() - start > _TURN_SECONDS:

@@ -98,7 +98,9 @@ def run(arguments: argparse.Namespace, options: argparse.Namespace, subjects: Se
 
         def one(subject: Subject) -> None:
             nonlocal done
-            rows.extend(measure(subject, counts, caches, options.tokens, options.prompt, options.seconds, step))
+            for found in measure(subject, counts, caches, options.tokens, options.prompt, options.seconds, step):
+                rows.extend(found)
+                save()
             done += 1
             save()
 

@@ -40,11 +40,11 @@ def test_rows_and_table(tmp_path, capsys):
     for row in rows:
         assert (row["weights"], row["dtype"], row["problems"]) == ("4-bit", "float16", {})
         for name in requests.CONTENDERS:
-            assert row[name]["tokens"] == 4 * row["requests"] and row[name]["tokens_per_s"] > 0
+            count = 2 if name == "mx" else row["requests"]  # mx's are those of the first number of requests
+            assert row[name]["tokens"] == 4 * count and row[name]["tokens_per_s"] > 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert any(
-        line.endswith("at once one by one mx one by one at once/one by one at once/mx at once/half") for line in lines
-    )
+    heading = "at once one by one mx one by one at once/one by one at once/mx at once/half"
+    assert any(heading in line for line in lines)
     assert sum(" 2 8-bit " in line for line in lines) == 1
 
 
@@ -77,7 +77,7 @@ def test_requests_that_take_too_long_end_early(name):
 
 def test_prompts_have_several_lengths():
     prompts = requests.prompts_of(4, 100, 300)
-    assert [len(prompt) for prompt in prompts] == [100, 88, 75, 63] and max(map(max, prompts)) < 300
+    assert sorted(len(prompt) for prompt in prompts) == [63, 75, 88, 100] and max(map(max, prompts)) < 300
     assert all(len(prompt) >= 1 for prompt in requests.prompts_of(32, 2, 300))
 
 
