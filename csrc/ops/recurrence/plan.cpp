@@ -6,12 +6,19 @@
 #include <utility>
 
 #include "runtime/gpu.h"
+#include "runtime/numerics.h"
 
 namespace mittens {
 
 namespace {
 
 constexpr int most_uncorrected_steps = 8;  // of the kernel: not measured beside products on an Apple GPU
+constexpr uint32_t most_exact_steps = 16;  // products of more rows are not exact on GPUs
+
+// Whether each of few steps is to have the bits that it has alone, which chunks as matrices do not give.
+bool are_few_exact(uint32_t steps) {
+  return is_exact() && steps <= most_exact_steps;
+}
 
 // Whether MLX 0.32.4 has a Metal kernel; else its op is operations for each step.
 bool has_kernel_of_mlx(const cpu::Recurrence& sizes, bool has_mask) {
@@ -38,7 +45,7 @@ const char* why_mx_gated_delta_update(GatedDeltaPeer peer, const cpu::Recurrence
     return "gates of heads on an Apple GPU, for which mlx-lm has kernels";
   }
   // MLX's kernels for Apple GPUs multiply chunks of a prompt as matrices.
-  return peer == GatedDeltaPeer::op && has_kernel_of_mlx(sizes, has_mask)
+  return peer == GatedDeltaPeer::op && has_kernel_of_mlx(sizes, has_mask) && !are_few_exact(sizes.steps)
              ? "gates of heads on an Apple GPU, for which MLX has a kernel"
              : nullptr;
 }
@@ -46,7 +53,8 @@ const char* why_mx_gated_delta_update(GatedDeltaPeer peer, const cpu::Recurrence
 const char* why_mx_uncorrected(int steps, mx::Stream stream) {
   // Without corrections a chunk of steps is a few products of matrices, where the kernel takes one step at a time. On
   // an H100 it is ahead of them nonetheless, for 4 to 1,024 steps (bench/results/h100.md).
-  const bool many = runs_apple_kernels(stream) && steps > most_uncorrected_steps;
+  const bool many =
+      runs_apple_kernels(stream) && steps > most_uncorrected_steps && !are_few_exact(static_cast<uint32_t>(steps));
   return many ? "more than 8 steps on an Apple GPU, which mx multiplies as matrices" : nullptr;
 }
 
