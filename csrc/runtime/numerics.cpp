@@ -21,6 +21,7 @@ void bind(nb::module_& module) {
   module.def(
       "set_numerics", [](bool exact, bool int8) { of_process = Numerics{exact, int8}; }, "exact"_a, "int8"_a,
       "What mlx_mittens.patch(exact=.., activations=..) asks for.");
+  module.def("is_exact", &is_exact, "Whether rows of several are to have the bits that they have alone.");
 }
 
 const Register registered(bind);

@@ -101,7 +101,8 @@ def _one_by_one(
     """
     from mlx_lm.generate import generate_step
 
-    firsts, others, found = [], 0.0, 0
+    firsts: list[float] = []
+    others, found = 0.0, 0
     mx.synchronize()
     begun = time.perf_counter()
     with on_stream(mx.default_stream(mx.default_device())) as stream:

@@ -223,8 +223,11 @@ def expanded_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: 
 
 
 def longcat_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
-    """mlx_lm.models.longcat_flash.LongcatFlashMLA, which scales queries and latents."""
-    if mask is not None or not _is_token(x, cache):
+    """mlx_lm.models.longcat_flash.LongcatFlashMLA, which scales queries and latents.
+
+    The factor of the queries is one of the scores here, where mlx-lm's call rounds behind it.
+    """
+    if mask is not None or not _is_token(x, cache) or _ext.is_exact():
         return None
     return _latent(layer, x, cache, layer.num_attention_heads, layer.mla_scale_q_lora, layer.mla_scale_kv_lora)
 
@@ -336,14 +339,18 @@ def gemma3_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
 
 
 def gpt_oss_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
-    """mlx_lm.models.gpt_oss.AttentionBlock. The factor of YaRN's queries is one of the scores."""
+    """mlx_lm.models.gpt_oss.AttentionBlock. The factor of YaRN's queries is one of the scores.
+
+    mlx-lm's call, which several tokens take, rounds the queries behind it: with exact=True those of one are, too.
+    """
     if not _is_token(x, cache):
         return None
     width, rope = layer.head_dim, layer["rope"]
     parts = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj")], alone=True)
     queries, keys, values = (_heads(part, part.shape[-1] // width) for part in parts)
     scale, offset = layer.sm_scale, cache.offset
-    if digest(type(rope).__call__) == _YARN and rope.dims == width and rope.mscale != 1:
+    is_yarn = digest(type(rope).__call__) == _YARN
+    if is_yarn and rope.dims == width and rope.mscale != 1 and not _ext.is_exact():
         scale *= rope.mscale
         options = {"traditional": rope.traditional, "base": None, "scale": 1.0, "freqs": rope._freqs}
         queries = mx.fast.rope(queries, width, offset=offset, **options)

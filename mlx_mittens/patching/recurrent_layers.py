@@ -1,9 +1,9 @@
 """Layers of mlx-lm's models that keep a state in the place of keys and values.
 
 A token behind others is one launch between its projections. Prompts, first tokens, and tokens with a mask or lengths
-are one launch before the steps of mlx-lm, and LFM2's convolution is one launch for prompts too. A function here
-computes what the call of a known class does, and gives None where that is to be called: without a cache, and for
-sharded layers. `targets` names the classes by what their calls do.
+are one launch before the steps of mlx-lm, with exact=True all tokens: the two round differently. LFM2's convolution is
+one launch for all of them. A function here computes what the call of a known class does, and gives None where that is
+to be called: without a cache, and for sharded layers. `targets` names the classes by what their calls do.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ def _is_known_call(inputs: mx.array, mask: Any, cache: Any) -> bool:
     return isinstance(mask, mx.array) and mask.shape == inputs.shape[:2] and mask.dtype == mx.bool_
 
 
-def _is_unmasked(mask: Any, cache: Any) -> bool:
-    return mask is None and cache.lengths is None
-
-
 def _is_one_token(inputs: mx.array, mask: Any, cache: Any, states: int) -> bool:
-    """Whether a known call is of one token behind others, whose states the cache has."""
-    return inputs.shape[1] == 1 and _is_unmasked(mask, cache) and all(cache[i] is not None for i in range(states))
+    """Whether a known call is of one token behind others, whose states the cache has, and may round as prompts do not.
+
+    Whether a request's token has a mask depends on its batch: with exact=True its bits must not.
+    """
+    if inputs.shape[1] != 1 or mask is not None or cache.lengths is not None or _ext.is_exact():
+        return False
+    return all(cache[i] is not None for i in range(states))
 
 
 def _has_own_channels(conv: Any) -> bool:
@@ -218,23 +219,49 @@ def kimi_delta(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
     return cast(mx.array, layer["o_proj"](y.reshape(*x.shape[:2], -1)))
 
 
+@functools.lru_cache(maxsize=64)
+def _is_gate(channels: int) -> mx.array:
+    """Which columns of LFM2's projection are C."""
+    columns = mx.arange(3 * channels) // channels == 1
+    mx.eval(columns)  # which every stream and thread may read
+    return columns
+
+
+def _masked(projected: mx.array, mask: mx.array, channels: int) -> mx.array:
+    """The parts B, C and x of LFM2's projection, with B and x of 0 where a token is masked."""
+    return mx.where(mask[..., None] | _is_gate(channels), projected, 0)
+
+
+def _state_at_ends(projected: mx.array, state: mx.array, lengths: mx.array) -> mx.array:
+    """The next state of rows that end before the last token."""
+    b, _, x = mx.split(projected, 3, axis=-1)
+    ends = mx.clip(lengths, 0, projected.shape[1])
+    positions = ends[:, None] + mx.arange(state.shape[1])
+    return mx.take_along_axis(mx.concatenate([state, b * x], axis=1), positions[..., None], axis=1)
+
+
 def lfm2_convolution(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.lfm2.ShortConv, of a token or a prompt."""
     conv = layer["conv"]
-    if not _is_known_call(x, mask, cache) or not _is_unmasked(mask, cache) or not _has_own_channels(conv):
+    if not _is_known_call(x, mask, cache) or not _has_own_channels(conv):
         return None
     batch, tokens, _ = x.shape
     weight, projection, state = conv["weight"], layer["in_proj"], cache[0]
     bias = conv["bias"] if "bias" in conv else None
     found = None
-    if batch == tokens == 1 and state is not None and is_quantized_linear(projection) and "bias" not in projection:
+    is_one = batch == tokens == 1 and mask is None and cache.lengths is None and state is not None
+    if is_one and is_quantized_linear(projection) and "bias" not in projection:
         found = _ext.short_conv_token_of_norm(x, weights_of(projection), *format_of(projection), state, weight, bias)
     if found is None:
         (projected,) = products(x, [projection], alone=True)
         if state is None:
             state = mx.zeros((batch, weight.shape[1] - 1, weight.shape[0]), projected.dtype)
+        if mask is not None:
+            projected = _masked(projected, mask, weight.shape[0])
         inputs = projected.reshape(batch, -1) if tokens == 1 else projected
         found = _ext.short_conv_token(inputs, state, weight, bias)
+        if cache.lengths is not None:
+            found = found[0], _state_at_ends(projected, state, cache.lengths)
     y, cache[0] = found
     cache.advance(tokens)
     return cast(mx.array, layer["out_proj"](y.reshape(batch, tokens, -1)))

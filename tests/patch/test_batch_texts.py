@@ -14,6 +14,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 MODELS = ["llama-3.2-1b", "gemma-3-1b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"]
+RECURRENT = ["lfm2-1.2b", "mamba2-2.7b"]
 BITS = pytest.mark.parametrize("bits", [None, 8, 4], ids=["half", "8 bits", "4 bits"])
 TOKENS = 10
 LENGTHS = (9, 1, 33, 14)  # windows are of 8 tokens
@@ -61,10 +62,21 @@ def test_token_for_token(rng, native, name, bits):
 
 @BITS
 @pytest.mark.parametrize("weights", [None, 4], ids=["dense", "quantized"])
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-3-1b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt-oss-20b"])
 def test_bit_for_bit(rng, native, name, weights, bits):
     """The same of float16 with exact=True, where log probabilities have the same bits, also behind full windows."""
-    model = tiny.build_varied(name, mx.float16, weights)
+    assert_bits_are_those_alone(rng, name, mx.float16, weights, bits)
+
+
+@pytest.mark.parametrize("weights", [None, 4], ids=["dense", "quantized"])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", *RECURRENT])
+def test_bit_for_bit_of_half_caches(rng, native, name, weights):
+    """The same of models whose attention has sinks, which mlx-lm refuses with packed keys, and of short states."""
+    assert_bits_are_those_alone(rng, name, mx.float16 if name != "mamba2-2.7b" else mx.bfloat16, weights, None)
+
+
+def assert_bits_are_those_alone(rng, name, dtype, weights, bits):
+    model = tiny.build_varied(name, dtype, weights)
     prompts = [rng.integers(1, 300, n).tolist() for n in LENGTHS]
     with mm.patched(exact=True):
         alone = [answers(model, [prompt], bits)[0] for prompt in prompts]

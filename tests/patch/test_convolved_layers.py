@@ -90,10 +90,9 @@ def test_two_hundred_tokens_are_mlx_lms(rng, kind, batch, converted):
 
 
 def test_what_one_launch_does_not_do_is_mlx_lms(rng, kind):
-    """Prompts, first tokens, masks, lengths, no cache. Short convolutions take the first two in their launch."""
+    """Prompts, first tokens, masks, lengths, no cache. Short convolutions take all with a cache in their launch."""
     x = mx.array(rng.normal(size=(2, 6, WIDTH)).astype(np.float32))
     state = kind.filled(x)
-    lengths = mx.array([1, 0])
     cases = {
         "a prompt": (x, None, state),
         "no cache": (x[:, :1], None, None),
@@ -105,20 +104,36 @@ def test_what_one_launch_does_not_do_is_mlx_lms(rng, kind):
         given = lambda cache=cache: None if cache is None else kind.cache(None if cache == "empty" else cache)
         plain, ours = given(), given()
         if name == "lengths":
-            plain.lengths, ours.lengths = lengths, lengths
+            plain.lengths, ours.lengths = mx.array([1, 0]), mx.array([1, 0])  # which a call updates
         expected = kind(inputs, mask, plain)
         mx.eval(expected)
         mm.stats(reset=True)
         with mm.patched():
             found = kind(inputs, mask, ours)
             mx.eval(found)
-        is_unmasked = name in ("a prompt", "a first token")
-        assert kind.runs() == (is_unmasked and kind.op == "short_conv_token"), name
-        seen = slice(0, 1 if mask is not None else None)  # what a hidden step gives is nobody's
-        assert_near(found[seen], expected[seen], name, LAYERS)
-        if is_unmasked:
-            for i in range(kind.states):
-                assert_near(ours[i], plain[i], f"{name}: state {i}", LAYERS)
+        assert kind.runs() == (ours is not None and kind.op == "short_conv_token"), name
+        seen = mx.ones(inputs.shape[:2], mx.bool_) if mask is None else mask  # what a hidden step gives is nobody's
+        assert_near(*(mx.where(seen[..., None], y, 0) for y in (found, expected)), name, LAYERS)
+        for i in range(kind.states if ours is not None else 0):
+            assert_near(ours[i], plain[i], f"{name}: state {i}", LAYERS)
+
+
+def test_rows_padded_on_their_right_are_those_alone(rng, kind):
+    """Outputs and states. In mlx-lm 0.32.2 Nemotron-H's state of such a batch is another: it is given no lengths."""
+    x = mx.array(rng.normal(size=(2, 6, WIDTH)).astype(np.float32))
+    state, lengths = kind.filled(x), (4, 1)
+    ours = kind.cache(state)
+    ours.prepare(lengths=lengths)
+    with mm.patched():
+        found = kind(x, ours.make_mask(6), ours)
+        mx.eval(found, ours.cache)
+    for row, length in enumerate(lengths):
+        alone = kind.cache(state)
+        alone.filter([row])
+        expected = kind(x[row : row + 1, :length], None, alone)
+        assert_near(found[row : row + 1, :length], expected, f"row {row}", LAYERS)
+        for i in range(kind.states):
+            assert_near(ours[i][row : row + 1], alone[i], f"row {row}: state {i}", LAYERS)
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["patched", "converted"])
