@@ -19,6 +19,7 @@ from .modules import RMSNorm
 __all__ = ["call_of", "is_norm", "looks_offset", "offset_norm", "offset_of", "scale_of"]
 
 _NAMES = {"mx", "fast", "rms_norm", "weight", "eps"}
+_CASTS = {"astype", "dtype"}  # of a scale to the type of the input
 
 
 def call_of(module: nn.Module) -> Any:
@@ -29,6 +30,8 @@ def call_of(module: nn.Module) -> Any:
 
 def offset_norm(self: Any, x: mx.array) -> mx.array:
     """The call of a module whose scale is 1 + weight. A sum that nobody has asked for yet is computed with it."""
+    if x.dtype != self["weight"].dtype:  # some calls cast the scale, and some do not
+        return cast(mx.array, super(type(self), self).__call__(x))
     normed = None if _ext.exporting() else _ext.try_offset_rms_norm_layer(self, x)
     if normed is not None:
         return cast(mx.array, normed)
@@ -47,7 +50,7 @@ def looks_offset(module: nn.Module) -> bool:
     if not isinstance(code, types.CodeType) or code.co_freevars or set(module) != {"weight"}:
         return False
     numbers = {value for value in code.co_consts if not isinstance(value, (str, tuple, type(None)))}
-    return _NAMES == set(code.co_names) and numbers == {1.0}
+    return set(code.co_names) - _CASTS == _NAMES and numbers == {1.0}
 
 
 def is_norm(module: Any) -> bool:

@@ -12,6 +12,7 @@ from .. import _ext
 from .digests import digest, digest_in, plain
 
 OFFSET_NORM = "2d57c26ef3b93b3f"  # the digest of the norm of mlx-lm's gemma, whose scale is 1 + weight
+GEAR_NORM = "e42338b4914f315c"  # of gear's, whose scale is that in the type of its input
 CLIP_RESIDUAL = "2faf093f497711a9"  # the digest of mlx-lm's gemma3_text.clip_residual
 
 
@@ -25,6 +26,10 @@ def sharded_to_all(module: Any, x: mx.array) -> mx.array | None:
         return None
     y = mx.distributed.all_sum(part, group=module.group)
     return y + module["bias"] if "bias" in module else y
+
+
+def gear_norm(norm: Any, x: mx.array) -> mx.array | None:
+    return _ext.try_offset_rms_norm_layer(norm, x) if norm.weight.dtype == x.dtype else None
 
 
 def gemma3_block(block: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:

@@ -35,6 +35,7 @@ _SWITCH_GLU = "e69df5c55fdb4748"  # SwitchGLU.__call__
 _GLU = ("gate_proj", "up_proj", "down_proj")
 # Calls of shared experts: of Qwen3NextMLP and its like, and of DeepSeek-V3's kind.
 _SHARED_EXPERTS = ("2bf452938b26f61d", "a7b836f717147942")
+_STEP_EXPERT = "3a42eddc89b93288"  # Step3p5MLP's, which is like them where it has no limit
 
 
 def geglu_layer(layer: Any, x: mx.array) -> mx.array:
@@ -169,7 +170,9 @@ def _always(dtype: mx.Dtype, ndim: int) -> mx.array:
 
 def _layers_beside(stacks: list[Any], shared: Any, activation: str) -> list[Any] | None:
     """The layers of a shared expert; None where they cannot be part of the launches of the chosen ones."""
-    if activation != "swiglu" or digest(call_of(shared)) not in _SHARED_EXPERTS:
+    text = digest(call_of(shared))
+    is_known = text in _SHARED_EXPERTS or (text == _STEP_EXPERT and shared.limit is None)
+    if activation != "swiglu" or not is_known:
         return None
     layers = [shared[name] for name in _GLU]
     known = all(map(is_quantized_linear, layers)) and not any("bias" in layer for layer in layers)

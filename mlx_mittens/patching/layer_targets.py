@@ -213,10 +213,11 @@ def mixture_of(base: type) -> Attempt | None:
 
 
 # Norms of mlx-lm's models whose scale is 1 + weight, by the digests of their calls.
-_OFFSET_NORMS = (
+_OFFSET_NORMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (adapters.OFFSET_NORM, ("gemma.RMSNorm", "gemma2.RMSNorm", "gemma3_text.RMSNorm", "recurrent_gemma.RMSNorm")),
     (adapters.OFFSET_NORM, ("muse_glimmer.CenteredRMSNorm",)),
     ("f76fa6adf0a299f2", ("minimax_m3_vl.GemmaRMSNorm",)),
+    (adapters.GEAR_NORM, ("gear.GearRMSNorm",)),
 )
 
 NORMS = [
@@ -225,7 +226,7 @@ NORMS = [
         "rms_norm",
         f"mlx_lm.models.{norm.partition('.')[0]}",
         f"{norm.partition('.')[2]}.__call__",
-        _ext.try_offset_rms_norm_layer,
+        adapters.gear_norm if text == adapters.GEAR_NORM else _ext.try_offset_rms_norm_layer,
         ("self", "x"),
         optional=True,
         partial=True,  # what it leaves is mx.fast.rms_norm's
