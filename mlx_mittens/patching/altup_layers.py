@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from typing import Any, cast
 
 import mlx.core as mx
 
+from .. import _ext
 from .attention_layers import _attend, _heads, _is_token
 from .digests import digest, plain
-from .feed_forward import call_of
+from .feed_forward import call_of, geglu_layer
 from .linears import products
 
-__all__ = ["gemma3n_layer"]
+__all__ = ["gemma3n_layer", "gemma3n_mlp"]
 
 _METHODS = {
     "predict": "da178351fde97b01",
@@ -101,6 +103,17 @@ def _attended(layer: Any, x: mx.array, mask: Any, cache: Any, offset: Any) -> mx
     queries, keys = (layer.rope(heads, offset=offset) for heads in (queries, keys))
     output = _attend(queries, keys, values, cache, scale=layer.scale, mask=mask).transpose(0, 2, 1, 3)
     return cast(mx.array, layer["o_proj"](output.reshape(1, 1, -1)))
+
+
+def gemma3n_mlp(layer: Any, x: mx.array) -> mx.array | None:
+    """mlx_lm.models.gemma3n.MLP; the first layers keep only the largest activations."""
+    if layer.activation_sparsity == 0:
+        return geglu_layer(layer, x)
+    if x.size != x.shape[-1] or _ext.exporting():
+        return None
+    gate, up = products(x, [layer["gate_proj"], layer["up_proj"]])
+    kept = sys.modules["mlx_lm.models.gemma3n"].gelu_topk(gate, layer._std_multiplier)
+    return cast(mx.array, layer["down_proj"](kept * up))
 
 
 def _is_known(layer: Any) -> bool:

@@ -383,6 +383,20 @@ ATTENTION += [
     )
 ]
 
+ATTENTION += [
+    Target(
+        "swiglu",
+        "quantized_swiglu",
+        "mlx_lm.models.gemma3n",
+        "MLP.__call__",
+        altup_layers.gemma3n_mlp,
+        ("self", "x"),
+        optional=True,
+        partial=True,  # prompts of layers that keep few activations
+        text="3aae8c564396e9f3",
+    )
+]
+
 # Functions and layers of deepseek_v41, by their digests.
 _STREAMS: tuple[tuple[str, Attempt, str, tuple[str, ...]], ...] = (
     ("_collapse", hyper_connections.collapsed, "f4180e5272d67f2b", ("streams", "mix")),
