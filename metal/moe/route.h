@@ -9,6 +9,7 @@
 
 #include <metal_stdlib>
 
+#include "mittens/instantiate.h"
 #include "params/moe.h"
 
 using namespace metal;
@@ -87,7 +88,7 @@ inline void score_experts(
     for (uint i = lane; i < params.experts; i += 32) {
       scores[i] = 1.0f / (1.0f + precise::exp(-scores[i]));
     }
-  } else if (params.scores == kScoresSqrtSoftplus) {
+  } else if (!is_nvidia && params.scores == kScoresSqrtSoftplus) {
     for (uint i = lane; i < params.experts; i += 32) {
       const float x = scores[i];
       const float e = precise::exp(-fabs(x));
@@ -98,10 +99,10 @@ inline void score_experts(
   }
   keys[lane] = 0;
   for (uint i = lane; i < params.experts; i += 32) {
-    const float key = params.precise ? scores[i] : float(T(scores[i]));
+    const float key = !is_nvidia && params.precise ? scores[i] : float(T(scores[i]));
     keys[i] = ordered(params.has_bias ? key + bias[i] : key, params.descending);
   }
-  if (params.kept < params.groups) {
+  if (!is_nvidia && params.kept < params.groups) {
     drop_groups(params, lane, keys);
   }
 }
@@ -142,7 +143,7 @@ inline float weight_of_chosen(
     const float exponential = has_one ? precise::exp(score - largest) : 0.0f;
     weight = exponential / simd_sum(exponential);
   } else if (params.renormalize) {
-    weight = score / (simd_sum(score) + params.eps);
+    weight = score / (simd_sum(score) + (is_nvidia ? least_sum() : params.eps));
   }
   return weight * params.scale;
 }

@@ -61,6 +61,11 @@ enum { kMostExperts = 512, kMostChosen = 32, kMostGroups = 32 };  // of a router
 
 enum { kScoresSoftmax, kScoresSigmoid, kScoresChosen, kScoresSqrtSoftplus };
 
+// What mlx-lm's routers add to the sum of renormalized weights.
+constexpr float least_sum() {
+  return 1e-20f;
+}
+
 struct RouteParams {
   uint32_t experts;
   uint32_t k;
@@ -68,8 +73,9 @@ struct RouteParams {
   uint32_t renormalize;
   uint32_t descending;
   uint32_t has_bias;
-  uint32_t precise;  // whether keys are of scores in float32
   float scale;
+  // From here on Apple kernels read them, NVIDIA's do not.
+  uint32_t precise;  // whether keys are of scores in float32
   float eps;        // that is added to the sum of renormalized weights
   uint32_t groups;  // of experts
   uint32_t kept;    // groups whose experts keep their keys

@@ -175,7 +175,7 @@ bool goes_to_kernels(const Call& call, mx::Stream stream) {
   const ExpertSizes sizes{pairs, leading_size(gate, 2), static_cast<size_t>(x.shape(-1)),
                           static_cast<size_t>(gate.shape(-2))};
   return runs_kernels(stream) && has_common_kernels(parts.format) && parts.places() <= kMostSummed &&
-         has_route_kernel(gate.shape(0), parts.routing) && x.size() > 0 && gate.size() > 0 &&
+         has_route_kernel(gate.shape(0), parts.routing, stream) && x.size() > 0 && gate.size() > 0 &&
          call.inputs[MixtureParts::triple(kDown)].size() > 0 && !why_not_launched(tokens * parts.places(), 1, stream) &&
          !prefer_mx_experts(experts_problem(op, x.dtype(), affine_number(parts.format), false, sizes), 0, stream);
 }

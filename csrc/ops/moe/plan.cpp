@@ -68,6 +68,10 @@ bool chooses_in_experts(mx::Stream stream) {
   return runs_apple_kernels(stream) && !is_exact();
 }
 
+bool has_all_routes(mx::Stream stream) {
+  return !runs_kernels(stream) || runs_apple_kernels(stream);
+}
+
 cpu::ProductMode native_mode(const Numerics& numerics, size_t rows) {
   return {numerics.exact && rows <= most_exact_rows, numerics.int8};
 }

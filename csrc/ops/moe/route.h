@@ -46,7 +46,7 @@ Routing checked_routing(const char* op, int experts, const char* bias_name, cons
                         const RouteOptions& choice);
 
 // Whether kernels hold the scores, and scores of groups.
-bool has_route_kernel(int experts, const Routing& routing);
+bool has_route_kernel(int experts, const Routing& routing, mx::Stream stream);
 
 RouteParams route_params(const Routing& routing, int experts, bool has_bias);
 

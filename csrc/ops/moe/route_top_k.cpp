@@ -12,6 +12,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
+#include "ops/moe/plan.h"
 #include "ops/moe/route.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -162,7 +163,7 @@ class RouteTopK : public KernelPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& logits = inputs[0];
     const int experts = logits.shape(-1);
-    if (!has_route_kernel(experts, routing_)) {
+    if (!has_route_kernel(experts, routing_, stream())) {
       if (stream().device == mx::Device::gpu) {
         checks::fail<std::logic_error>(op, "has no kernel for ", experts, " experts");
       }
@@ -252,8 +253,11 @@ Routing checked_routing(const char* op, int experts, const char* bias_name, cons
           choice.dropped};
 }
 
-bool has_route_kernel(int experts, const Routing& routing) {
-  return experts <= kMostExperts && routing.k <= kMostChosen && routing.groups <= kMostGroups;
+bool has_route_kernel(int experts, const Routing& routing, mx::Stream stream) {
+  const bool is_plain = !routing.precise && routing.eps == least_sum() && routing.kept == routing.groups &&
+                        routing.scores != cpu::Scores::sqrtsoftplus;
+  return experts <= kMostExperts && routing.k <= kMostChosen && routing.groups <= kMostGroups &&
+         (is_plain || has_all_routes(stream));
 }
 
 RouteParams route_params(const Routing& routing, int experts, bool has_bias) {
@@ -263,8 +267,8 @@ RouteParams route_params(const Routing& routing, int experts, bool has_bias) {
           routing.renormalize,
           routing.descending,
           has_bias,
-          routing.precise,
           routing.scale,
+          routing.precise,
           routing.eps,
           static_cast<uint32_t>(routing.groups),
           static_cast<uint32_t>(routing.kept),
@@ -273,7 +277,7 @@ RouteParams route_params(const Routing& routing, int experts, bool has_bias) {
 
 std::pair<mx::array, mx::array> chosen_experts(const mx::array& logits, const std::optional<mx::array>& bias,
                                                const Routing& routing, mx::Stream stream) {
-  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), routing)) {
+  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), routing, stream)) {
     const Arrays all = composition_of(logits, bias, routing, stream);
     return {all[0], all[1]};
   }
@@ -309,10 +313,10 @@ Call checked(const mx::array& logits, const std::optional<mx::array>& bias, cons
 
 std::optional<Outputs> try_choice(const Call& call, mx::Stream stream) {
   const mx::array& logits = call.inputs[0];
-  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), call.routing)) {
+  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), call.routing, stream)) {
     return fallback(op, "more than " + std::to_string(kMostExperts) + " experts, more than " +
-                            std::to_string(kMostChosen) + " chosen, or more than " + std::to_string(kMostGroups) +
-                            " groups");
+                            std::to_string(kMostChosen) + " chosen, more than " + std::to_string(kMostGroups) +
+                            " groups, or on an NVIDIA GPU groups, scores in float32 or another eps");
   }
   const Problem problem{
       op,

@@ -13,9 +13,16 @@ def logits_of(rng, shape, dtype=mx.float32):
     return mx.array(rng.standard_normal(shape).astype(np.float32) * 2).astype(dtype)
 
 
+@pytest.fixture
+def any_routes(executor):
+    """Executors, of which an NVIDIA GPU leaves such routes to mx."""
+    with mm.strict(executor != "gpu" or not mx.cuda.is_available()):
+        yield executor
+
+
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen", "sqrtsoftplus"])
-def test_beside_numpy(rng, dtype, executor, scores, descending):
+def test_beside_numpy(rng, dtype, any_routes, scores, descending):
     for tokens, experts, k in [(1, 8, 2), (5, 128, 8), (3, 17, 17), (2, 1, 1)]:
         logits = logits_of(rng, (tokens, experts), dtype)
         indices, weights = mm.route_top_k(logits, k, None, scores, descending=descending, scale=1.5)
@@ -70,7 +77,7 @@ def test_bias_chooses_and_does_not_weigh(rng, executor):
     np.testing.assert_allclose(np.array(weights), 2.5 * chosen / chosen.sum(-1, keepdims=True), rtol=ROUNDINGS)
 
 
-def test_precise(rng, dtype, executor):
+def test_precise(rng, dtype, any_routes):
     """Scores near 1 are equal in half types, and are told apart in float32."""
     logits = (5 + mx.array(rng.permutation(24).reshape(2, 12)) / 16).astype(dtype)
     bias = mx.array(rng.integers(0, 2, 12) * 1e-3).astype(mx.float32)
@@ -81,7 +88,7 @@ def test_precise(rng, dtype, executor):
         np.testing.assert_array_equal(np.array(indices), most[:, ::-1] if descending else most)
 
 
-def test_softplus_of_large_logits(executor):
+def test_softplus_of_large_logits(any_routes):
     """Where exp(x) is far below 1, or is infinite."""
     logits = mx.array([[-60.0, -30.0, -12.0, -5.0, -4.0, 0.0, 20.0, 200.0]])
     _, weights = mm.route_top_k(logits, 8, None, "sqrtsoftplus")
@@ -89,7 +96,7 @@ def test_softplus_of_large_logits(executor):
     np.testing.assert_allclose(np.array(weights), expected, rtol=4 * ROUNDINGS)
 
 
-def test_eps(rng, executor):
+def test_eps(rng, any_routes):
     logits = logits_of(rng, (3, 9)) - 8
     _, weights = mm.route_top_k(logits, 3, None, "sigmoid", renormalize=True, eps=1e-2)
     chosen = np.sort(1 / (1 + np.exp(-specs.widen(logits))), -1)[:, ::-1][:, :3]
@@ -107,7 +114,7 @@ def keys_of_groups(keys, groups, kept, dropped):
 
 @pytest.mark.parametrize("dropped", [0.0, -np.inf])
 @pytest.mark.parametrize("descending", [True, False])
-def test_groups(rng, executor, descending, dropped):
+def test_groups(rng, any_routes, descending, dropped):
     """As the routers of DeepSeek-V3, whose biases may be negative; ties of groups too."""
     for experts, groups, kept, k in [(16, 4, 2, 3), (256, 8, 4, 8), (64, 32, 1, 4), (6, 3, 3, 2), (10, 1, 1, 2)]:
         logits, bias = logits_of(rng, (3, experts)), logits_of(rng, (experts,)) * 0.3
@@ -122,7 +129,7 @@ def test_groups(rng, executor, descending, dropped):
         np.testing.assert_allclose(np.array(weights), chosen, rtol=ROUNDINGS)
 
 
-def test_a_group_with_nan_is_kept(executor):
+def test_a_group_with_nan_is_kept(any_routes):
     """NaN is the largest where groups are sorted, as mx sorts it."""
     logits = mx.array([[mx.nan, 0.1, 0.2, 0.3, 2.0, 3.0]])
     indices, _ = mm.route_top_k(logits, 1, None, "chosen", groups=(3, 1), dropped=-np.inf)
@@ -153,6 +160,19 @@ def test_more_groups_than_lanes(rng, lenient):
     np.testing.assert_array_equal(np.array(indices), expected)
 
 
+@pytest.mark.parametrize("options", [{"precise": True}, {"groups": (4, 2)}, {"renormalize": True, "eps": 1e-3}])
+def test_nvidia_kernels_are_the_measured_ones(rng, lenient, nvidia_kernels, options):
+    logits = logits_of(rng, (3, 16))
+    found = [np.array(a) for a in mm.route_top_k(logits, 4, None, "sigmoid", **options)]
+    assert nvidia_kernels() == []
+    mx.eval(mm.route_top_k(logits, 4, None, "sigmoid"))
+    assert nvidia_kernels() == ["route_top_k_float32"]
+    with mm.simulator.enabled(seed=1, gpu="m2-max"):
+        expected = mm.route_top_k(logits, 4, None, "sigmoid", **options)
+    np.testing.assert_array_equal(found[0], np.array(expected[0]))
+    np.testing.assert_allclose(found[1], np.array(expected[1]), rtol=SUMS)
+
+
 def test_renormalized(rng, dtype, executor):
     logits = logits_of(rng, (2, 3, 32), dtype)
     _, weights = mm.route_top_k(logits, 4, renormalize=True)
@@ -166,7 +186,7 @@ def test_renormalized(rng, dtype, executor):
 
 @pytest.mark.parametrize("fill", [mx.nan, mx.inf, -mx.inf])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen", "sqrtsoftplus"])
-def test_indices_stay_in_range(executor, scores, fill):
+def test_indices_stay_in_range(any_routes, scores, fill):
     for descending in (True, False):
         row = mx.array([1.0, fill, 0.5, fill, 2.0])
         for logits in (row, mx.full((5,), fill)):
