@@ -54,8 +54,8 @@ inline ProductSizes sizes_of(const QuantizedParams& params) {
 // experts and their sum were measured, and stay.
 bool chooses_in_experts(mx::Stream stream);
 
-// Whether kernels choose by groups, by scores in float32, by the square root of a softplus, and with any eps. NVIDIA's are
-// the measured ones, which do not.
+// Whether kernels choose by groups, by scores in float32, by the square root of a softplus, and with any eps. NVIDIA's
+// are the measured ones, which do not.
 bool has_all_routes(mx::Stream stream);
 
 // How native products sum, by their rows of results, in a call with these numerics.
