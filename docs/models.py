@@ -29,7 +29,7 @@ from mlx_mittens.prediction import mlx_graph, mlx_launches
 PAGES = Path(__file__).resolve().parent / "models"
 # The kinds of layers of a file's model, by the kernels that serve it; the first that is found.
 KINDS = {
-    "recurrent": re.compile(r"\b(gated_delta_\w+|ssm_\w+|short_conv_\w+|linear_attention)\b"),
+    "recurrent": re.compile(r"\b(gated_delta_\w+|ssm_\w+|short_conv_\w+)\b"),
     "mixtures": re.compile(r"\b(gather_\w+|route_top_k)\b"),
     "dense": re.compile(""),
 }

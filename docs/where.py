@@ -250,10 +250,6 @@ _PLACES = (
         ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("state_space.metal",),
         ("state_space.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
     ),
-    Place(
-        ("linear_attention",), "recurrence", "linear_attention.cpp", ("plan.cpp",), ("linear_attention.metal",),
-        ("linear_attention.cpp", "recurrence_vjp.cpp"), ("test_linear_attention.py",),
-    ),
 )  # fmt: skip
 
 

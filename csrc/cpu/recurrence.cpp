@@ -7,7 +7,6 @@ namespace mittens::cpu {
 MITTENS_VERSIONS(recurrence)
 MITTENS_VERSIONS(recurrence_vjp)
 MITTENS_VERSIONS(state_space)
-MITTENS_VERSIONS(linear_attention)
 MITTENS_VERSIONS(gated_delta_token)
 
 void recurrence(Type type, const Recurrence& shape, const RecurrenceInputs& inputs, void* y, float* state) {
@@ -22,10 +21,6 @@ void recurrence_vjp(Type type, const Recurrence& shape, const RecurrenceInputs& 
 void state_space(Type type, const Recurrence& shape, const StateSpaceInputs& inputs, Type y_type, void* y,
                  float* state) {
   state_space_versions[isa_index()](type, shape, inputs, y_type, y, state);
-}
-
-void linear_attention(Type type, const Recurrence& shape, const LinearAttentionInputs& inputs, void* y, float* state) {
-  linear_attention_versions[isa_index()](type, shape, inputs, y, state);
 }
 
 void gated_delta_token(Type type, const GatedDeltaToken& shape, const GatedDeltaTokenInputs& inputs, void* y,

@@ -2,11 +2,9 @@
 //
 //   S = S * gate;   S += rate (v - S k) k^T;   y = S q
 //
-// Linear attention does not correct: S += rate v k^T.
-//
 // A step that the mask hides leaves S alone, and its y is 0.
 //
-// A state space does not correct either, and has its gates and rates from time steps:
+// A state space does not correct (S += rate v k^T), and has its gates and rates from time steps:
 //
 //   step = clip(log(1 + e^(dt + dt_bias)), least, greatest)
 //   S = S * e^(-step e^A_log);   S += step x B^T;   y = S C + D x
@@ -58,16 +56,6 @@ struct StateSpaceInputs {
   const bool* mask;  // [batch, steps] or nullptr
   float least_step;
   float greatest_step;
-};
-
-struct LinearAttentionInputs {
-  const void* q;  // [batch, steps, key_heads, columns]
-  const void* k;  // [batch, steps, key_heads, columns]
-  const void* v;  // [batch, steps, heads, rows]
-  Numbers decays;  // [heads], or none: `decay`
-  const float* state;  // [batch, heads, rows, columns] or nullptr: zeros
-  float decay;
-  float scale;
 };
 
 // A token of a layer of the gated delta rule, from its projections to its gated norm (metal/recurrence/
@@ -138,11 +126,6 @@ void state_space(Type type,  // of x, B and C
                  Type y_type,  // this type, or float32
                  void* y,  // [batch, steps, heads, rows]
                  float* state);  // [batch, heads, rows, columns]
-
-// y = scale S q, gates that are the decays of heads, rates of 1.
-void linear_attention(Type type, const Recurrence& shape, const LinearAttentionInputs& inputs,
-                      void* y,  // [batch, steps, heads, rows]
-                      float* state);  // [batch, heads, rows, columns]
 
 // The state may be written in place.
 void gated_delta_token(Type type,  // of all but numbers

@@ -150,12 +150,4 @@ struct LayerInputsParams {
   float key_eps;  // added to the sums of squares
 };
 
-struct LinearAttentionParams {
-  StateParams state;
-  uint32_t has_decays;  // else `decay`
-  uint32_t decay_type;
-  float decay;
-  float scale;
-};
-
 }  // namespace mittens

@@ -50,7 +50,6 @@ _KIND_OF_OP = {
     "ssm_token": "elementwise",
     "gated_delta_update": "elementwise",
     "ssm_update": "elementwise",
-    "linear_attention": "elementwise",
 }
 
 

@@ -65,7 +65,6 @@ FILES: dict[str, tuple[str, ...]] = {
     "quantized_matmuls": ("matmul/qmv_several.metal",),
     "quantized_embedding": ("matmul/quantized_embedding.metal",),
     "gated_delta_update": ("recurrence/recurrence.metal",),
-    "linear_attention": ("recurrence/linear_attention.metal",),
     "ssm_update": ("recurrence/state_space.metal",),
     "short_conv_token": ("recurrence/short_conv_token.metal", "recurrence/apple/short_conv_product.metal"),
     **dict.fromkeys(("gated_delta_inputs", "ssm_inputs"), ("recurrence/layer_inputs.metal",)),

@@ -136,7 +136,7 @@ _MOST_PROMPT_PRODUCTS = 2**36
 # Which size of a case counts its tokens, where it is not the first; and how many of them are few.
 _TOKENS = {
     **dict.fromkeys(("scaled_dot_product_attention", "quantized_scaled_dot_product_attention", "rope_append"), 3),
-    **dict.fromkeys(("gated_delta_update", "ssm_update", "linear_attention"), 1),
+    **dict.fromkeys(("gated_delta_update", "ssm_update"), 1),
 }
 _FEW = 16
 
@@ -355,10 +355,6 @@ def _state_space(device: str, thin: Thin) -> Iterator[Case]:
     return _recurrence(lambda heads: 1, device, thin)
 
 
-def _linear_attention(device: str, thin: Thin) -> Iterator[Case]:
-    return _recurrence(lambda heads: heads, device, thin)
-
-
 _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
     "rms_norm": _norm,
     "layer_norm": _norm,
@@ -387,7 +383,6 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
     "ssm_token": _space_tokens,
     "gated_delta_update": _gated_delta,
     "ssm_update": _state_space,
-    "linear_attention": _linear_attention,
 }
 
 # Ops that ask a calibration nothing by their own name: mx has no blocks of GGUF, the plan of an append of quantized

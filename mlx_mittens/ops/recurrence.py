@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["gated_delta_update", "linear_attention", "ssm_update"]
+__all__ = ["gated_delta_update", "ssm_update"]
 
 
 @defined_in_extension
@@ -64,65 +64,6 @@ def gated_delta_update(
         Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
         https://arxiv.org/abs/2412.06464; Kimi Team, "Kimi Linear", 2025, https://arxiv.org/abs/2510.26692, for gates
         per column.
-    """
-    raise NotImplementedError
-
-
-@defined_in_extension
-def linear_attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    decay: float | mx.array | None = None,
-    scale: float | None = None,
-    state: mx.array | None = None,
-    stream: StreamOrDevice = None,
-) -> tuple[mx.array, mx.array]:
-    """Causal linear attention with a decay per head, for one token or a prompt.
-
-    A token attends to itself and to those before it, without softmax::
-
-        y[t] = sum(decay ** (t - s) * (scale * q[t]) @ k[s] * v[s] for s <= t)
-
-    It is computed by a state ``S`` of shape ``[rows, columns]`` for each head. A step computes::
-
-        S = decay * S + v outer k;  y = S @ (scale * q)
-
-    The state is float32 throughout, and written in place if nobody else needs it. On a GPU a kernel has up to 512
-    columns; on Apple GPUs more than 8 steps are products of matrices over chunks of them, and so are all gradients on
-    GPUs. On the CPU gradients are native.
-
-    Args:
-        q (array): Queries of shape ``[batch, steps, key_heads, columns]``; float32, float16 or bfloat16.
-        k (array): Keys of ``q``'s shape.
-        v (array): Values of shape ``[batch, steps, heads, rows]``, ``heads`` a multiple of ``key_heads``: as many
-            neighbouring heads share a key head.
-        decay (float or array, optional): More than 0 and at most 1: a number for all heads, or an array of shape
-            ``[heads]``, whose numbers are not checked. Default: 1.
-        scale (float, optional): What queries are multiplied by. Default: ``columns ** -0.5``.
-        state (array, optional): Of shape ``[batch, heads, rows, columns]``; zeros by default.
-        stream (optional): Stream or device to run on.
-
-    Returns:
-        tuple: ``y`` of ``v``'s shape and the promoted type of ``q``, ``k`` and ``v``, and the last state, of the type
-        of ``state``, else float32.
-
-    Raises:
-        DtypeError: An array is not of a floating-point type named above.
-        ValueError: Shapes do not fit together, ``decay`` is a number outside of its range, or ``scale`` is not finite.
-
-    Example:
-        >>> q = k = mx.random.normal((1, 5, 2, 64))
-        >>> v = mx.random.normal((1, 5, 4, 32))
-        >>> y, state = mm.linear_attention(q, k, v, decay=0.9)
-        >>> y.shape, state.shape
-        ((1, 5, 4, 32), (1, 4, 32, 64))
-
-    Source:
-        Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention", 2020,
-        https://arxiv.org/abs/2006.16236; Sun et al., "Retentive Network", 2023, https://arxiv.org/abs/2307.08621, for
-        the decay.
     """
     raise NotImplementedError
 

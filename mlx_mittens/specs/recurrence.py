@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..ops import recurrence, recurrent_layers
 from .op import Case, Op, cases_for_tests
-from .recurrent_ops import GatedDeltaOp, GatedDeltaTokenOp, LinearAttentionOp, StateSpaceOp
+from .recurrent_ops import GatedDeltaOp, GatedDeltaTokenOp, StateSpaceOp
 
 
 def _ours(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
@@ -61,10 +61,6 @@ def _gated_delta_token_twin(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt
     return (y * factor).astype(q.dtype), mx.contiguous(window[:, 1:]), last
 
 
-def _linear_attention(q, k, v, decay, state):
-    return recurrence.linear_attention(q, k, v, decay=decay, state=state)
-
-
 # Steps whose products with each other are one matrix.
 _CHUNK = 256
 
@@ -83,17 +79,6 @@ def _by_products(reads, writes, values, log_decays, state):
         left = mx.exp(since[..., -1:] - since)[..., None]
         state = mx.exp(since[..., -1])[..., None, None] * state + (v * left).swapaxes(-1, -2) @ k
     return mx.concatenate(results, axis=1), state
-
-
-def _linear_attention_twin(q, k, v, decay, state):
-    heads = v.shape[2] // q.shape[2]
-    q, k = (mx.repeat(a, heads, 2).astype(mx.float32) for a in (q * q.shape[-1] ** -0.5, k))
-    wide = v.astype(mx.float32)
-    if v.shape[1] > 1:
-        y, state = _by_products(q, k, wide, mx.broadcast_to(mx.log(decay), v.shape[:3]), state)
-        return y.astype(v.dtype), state
-    state = state * decay[:, None, None] + wide[:, 0, :, :, None] * k[:, 0, :, None, :]
-    return (state @ q[:, 0, :, :, None])[..., 0].astype(v.dtype)[:, None], state
 
 
 def _ssm(x, a_log, b, c, d, dt, dt_bias, state):
@@ -178,20 +163,6 @@ RECURRENCE_OPS: tuple[Op, ...] = (
         cases=(
             Case("Mamba 2, 2.7B", (1, 1, 1, 80, 64, 128), quick=True),
             Case("Mamba 2, 2.7B, prompt", (1, 64, 1, 80, 64, 128)),
-        ),
-    ),
-    LinearAttentionOp(
-        name="linear_attention",
-        parameters=(("q", "rows"), ("k", "rows"), ("v", "rows"), ("decay", "rows"), ("state", "rows")),
-        outputs=2,
-        ours=_linear_attention,
-        twin=_linear_attention_twin,
-        twin_text="`(q @ k.T * decays) @ v` of mx's",
-        summary="causal linear attention with a decay per head over a prompt or a token, with its state",
-        tests=(*cases_for_tests((1, 1, 2, 4, 33, 128), (2, 5, 1, 2, 9, 64), (1, 3, 2, 2, 5, 33)),),
-        cases=(
-            Case("MiniMax-01", (1, 1, 64, 64, 128, 128), quick=True),
-            Case("MiniMax-01, prompt", (1, 64, 64, 64, 128, 128)),
         ),
     ),
 )

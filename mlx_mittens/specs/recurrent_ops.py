@@ -139,62 +139,6 @@ class StateSpaceOp(ModelOp):
         return exact_state_space(x, a_log, b, c, d, dt, bias, state)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearAttentionOp(ModelOp):
-    """Queries, keys, values, decays of heads and a state."""
-
-    smallest = (1, 2, 1, 2, 3, 8)
-
-    def link(self, case: Case) -> int:
-        return 4
-
-    def updated(self, case: Case) -> Mapping[int, int]:
-        return {4: 1}
-
-    def shapes(self, case: Case) -> list[tuple[int, ...]]:
-        batch, steps, key_heads, heads, rows, columns = case.shape
-        keys = (batch, steps, key_heads, columns)
-        return [keys, keys, (batch, steps, heads, rows), (heads,), (batch, heads, rows, columns)]
-
-    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
-        shapes = self.shapes(case)
-        numbers = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-        add_outliers(rng, numbers[2])
-        decays = mx.array(rng.uniform(0.5, 1, shapes[3]).astype(np.float32))
-        return [*(mx.array(a).astype(dtype) for a in numbers[:3]), decays, mx.array(numbers[4])]
-
-    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
-        q, k, v, decays, state = (math.prod(shape) for shape in self.shapes(case))
-        return dtype.size * (q + k + 2 * v) + 4 * (decays + 2 * state)
-
-    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-        q, k, v, decays, state = (widen(a) for a in arrays if a is not None)
-        return exact_linear_attention(q, k, v, decays, q.shape[-1] ** -0.5, state)
-
-
-def exact_linear_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, scale: float, state: np.ndarray | None = None
-) -> list[Exact]:
-    """Linear attention by its sums over all pairs of tokens, in float64: y and the last state."""
-    (batch, steps, key_heads, columns), (heads, rows) = q.shape, v.shape[2:]
-    q, k = (a.repeat(heads // key_heads, 2) for a in (q * scale, k))
-    first = np.zeros((batch, heads, rows, columns)) if state is None else state
-    t = np.arange(steps)
-    apart = t[:, None] - t
-    decays = np.where(apart >= 0, decay[:, None, None] ** np.maximum(apart, 0), 0.0)  # [heads, steps, steps]
-    since = decay[:, None] ** (t + 1)  # the first state
-    left = decay[:, None] ** (steps - 1 - t)
-
-    def sums(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scores = np.einsum("bthc,bshc->bhts", q, k) * decays
-        y = np.einsum("bhts,bshr->bthr", scores, v) + np.einsum("ht,bhrc,bthc->bthr", since, first, q)
-        last = np.einsum("hs,bshr,bshc->bhrc", left, v, k) + decay[:, None, None] ** steps * first
-        return y, last
-
-    sizes = sums(*map(np.abs, (q, k, v, first)))
-    return [Exact(value, size) for value, size in zip(sums(q, k, v, first), sizes)]
-
-
 def exact_state_space(
     x: np.ndarray,
     a_log: np.ndarray,

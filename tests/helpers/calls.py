@@ -586,15 +586,6 @@ def _recurrence_calls() -> list[Call]:
     def state_space(x, a_log, b, c, d, dt, bias, state):
         return mm.ssm_update(x, a_log / 4, b / 4, c / 4, d, dt, bias, state)
 
-    linear = {name: arguments[name] for name in ("q", "k", "v")}
-    linear |= {"decay": numbers("heads"), "state": arguments["initial_state"]}
-
-    def exact_linear(q, k, v, decay, state):
-        return [np.zeros(v.shape), state]
-
-    def linear_attention(q, k, v, decay, state):
-        return mm.linear_attention(q, k, v, decay=(decay / 2) ** 2 / ((decay / 2) ** 2 + 1), state=state)
-
     per_key_head = ("batch", "key_heads", "each")
     tokens = {
         **{name: numbers("batch", "key_heads", "columns") for name in ("q", "k")},
@@ -723,8 +714,6 @@ def _recurrence_calls() -> list[Call]:
              gated_delta_token, exact_token, derived=derived),
         Call("gated_delta_token", "apart", {name: size for name, size in sizes.items() if name != "steps"}, apart,
              token_apart, exact_apart, derived=derived),
-        Call("linear_attention", "", sizes, linear, linear_attention, exact_linear,
-             derived=lambda sizes: {"heads": 2 * sizes["key_heads"]}),
         Call("gated_delta_update", "", sizes, arguments, gated_delta, exact,
              derived=lambda sizes: {"heads": 2 * sizes["key_heads"]}),
         Call("ssm_update", "", sizes, spaces, state_space, exact_space,

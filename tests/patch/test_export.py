@@ -218,7 +218,6 @@ DIRECT = {
         *(draw(x.shape[0], 3, x.shape[1]), draw(x.shape[1], 4), None, draw(1), draw(1), draw(1)),
         draw(x.shape[0], 1, 32, 16),
     )[0],
-    "linear_attention": lambda x: mm.linear_attention(*[x[None, None]] * 3)[0],
     "ssm_update": lambda x: mm.ssm_update(
         x[None, None],
         draw(x.shape[0]),

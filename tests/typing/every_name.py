@@ -82,7 +82,6 @@ def attention(q: mx.array, packed: Packed) -> None:
     assert_type(of_space, tuple[mx.array, mx.array, mx.array, mx.array])
     space = mm.ssm_token(q, q, q, None, q, q, q, q, time_step_limit=(0.0, 1.0), gated=False)
     assert_type(space, tuple[mx.array, mx.array, mx.array])
-    assert_type(mm.linear_attention(q, q, q, decay=0.9), tuple[mx.array, mx.array])
     assert_type(mm.ssm_update(q, q, q, q, q, q, q), tuple[mx.array, mx.array])
     assert_type(mm.sample(q, temperature=0.7), mx.array)
     assert_type(mm.sample(q, logprobs=True), tuple[mx.array, mx.array])

@@ -45,7 +45,7 @@ def test_over_nothing(call, native, rng):
 def test_over_nothing_types_are_not_those_of_the_first_argument(native):
     tokens = mx.vmap(lambda logits: mm.sample(logits, temperature=0.0))(mx.zeros((0, 5), mx.float16))
     assert (tokens.shape, tokens.dtype) == ((0,), mx.uint32)
-    heads = mx.zeros((0, 1, 3, 2, 16), mx.float16)
-    y, state = mx.vmap(mm.linear_attention)(heads, heads, heads)
+    heads, steps = mx.zeros((0, 1, 3, 2, 16), mx.float16), mx.zeros((0, 1, 3, 2), mx.float16)
+    y, state = mx.vmap(mm.gated_delta_update)(heads, heads, heads, steps, steps)
     assert (y.shape, y.dtype) == ((0, 1, 3, 2, 16), mx.float16)
     assert (state.shape, state.dtype) == ((0, 1, 2, 16, 16), mx.float32)

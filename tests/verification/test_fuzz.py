@@ -86,9 +86,7 @@ def test_equal_numbers_in_lanes_of_four_are_right(monkeypatch, subject, case):
         assert_no_findings(worker, Chunk(subject, "native", 0, case, 1))
 
 
-@pytest.mark.parametrize(
-    "subject, case", [("gather_sum", 62), ("gather_qmm", 18), ("gather_swiglu", 551), ("linear_attention", 892)]
-)
+@pytest.mark.parametrize("subject, case", [("gather_sum", 62), ("gather_qmm", 18), ("gather_swiglu", 551)])
 def test_limits_of_types_and_of_mx_are_known(worker, subject, case):
     """A term beyond float16 under vmap, and a scale below the smallest normal number."""
     assert_no_findings(worker, Chunk(subject, "apple", 0, case, 1))

@@ -16,7 +16,7 @@ Problem recurrence_problem(const char* op, mx::Dtype dtype, const cpu::Recurrenc
 // Who computes a call of gated_delta_update if not we: MLX's op, mlx-lm's kernel, or operations for each step.
 enum class GatedDeltaPeer { op, kernel, operations };
 
-// Why mx is faster; null where it is not known to be. uncorrected: ssm_update and linear_attention.
+// Why mx is faster; null where it is not known to be. uncorrected: ssm_update.
 const char* why_mx_gated_delta_update(GatedDeltaPeer peer, const cpu::Recurrence& sizes, bool has_mask,
                                       mx::Stream stream);
 const char* why_mx_uncorrected(int steps, mx::Stream stream);

@@ -2,7 +2,7 @@
 //
 //   S = S * gate;   S += rate (v - S k) k^T;   y = S q
 //
-// State spaces and linear attention do not correct: S += rate v k^T.
+// State spaces do not correct: S += rate v k^T.
 #pragma once
 
 #include <optional>

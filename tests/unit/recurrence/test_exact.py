@@ -25,12 +25,7 @@ def state_space(rng, steps):
     return step, [x, b, c, dt]
 
 
-def linear_attention(rng, steps):
-    step = lambda q, k, v, state: mm.linear_attention(q, k, v, decay=0.9, state=state)
-    return step, [array(rng, 1, steps, 2, 32) for _ in range(3)]
-
-
-@pytest.mark.parametrize("make", [gated_delta, state_space, linear_attention])
+@pytest.mark.parametrize("make", [gated_delta, state_space])
 def test_steps_at_once_are_those_one_by_one(rng, native, make):
     """Up to the 16 rows of which products are exact; of more mx's products of chunks are faster."""
     step, arrays = make(rng, 16)

@@ -196,10 +196,6 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             [array(*steps, 8), array(2), *(array(*steps, 8) for _ in range(2)), array(2), array(*steps), array(2)],
             {"state": array(1, 2, 8, 8), "time_step_limit": (0.001, 100.0), "mask": mx.ones((1, 3), mx.bool_)},
         ),
-        "linear_attention": lambda: (
-            [array(*steps, 8) for _ in range(3)],
-            {"decay": array(2), "scale": 1.0, "state": array(1, 2, 8, 8)},
-        ),
     }
 
 

@@ -15,7 +15,6 @@ from mlx_mittens.specs import EPSILON
 from mlx_mittens.specs.op import Exact
 from mlx_mittens.specs.recurrent_ops import (
     exact_gated_delta_token,
-    exact_linear_attention,
     exact_recurrence,
     exact_state_space,
 )
@@ -261,44 +260,4 @@ def ssm_update(draw: Draw) -> Case:
         kind=kind,
         limits=limits,
         mask=None if mask is None else mask.tolist(),
-    )
-
-
-def linear_attention(draw: Draw) -> Case:
-    batch, steps, key_heads, heads, rows, columns = _sizes(draw)
-    dtype, kind, has_state = draw.dtype(), draw.kind(KINDS), draw.chance(0.7)
-    scale = draw.pick((None, 1.0, -0.3))
-    keys = (batch, steps, key_heads, columns)
-    arrays = [draw.array(draw.numbers(shape, kind), dtype) for shape in (keys, keys, (batch, steps, heads, rows))]
-    arrays.append(draw.array(draw.rng.uniform(0.1, 1, (heads,)), draw.pick((dtype, mx.float32))))
-    if has_state:
-        arrays.append(draw.array(draw.numbers((batch, heads, rows, columns), kind), mx.float32))
-    factor = max(columns, 1) ** -0.5 if scale is None else scale
-
-    def ours(q, k, v, decay, state=None):
-        return mm.linear_attention(q, k, v, decay=decay, scale=scale, state=state)
-
-    def in_float64(q, k, v, decay, state=None):
-        q, k = (mx.repeat(a, heads // key_heads, 2) for a in (q * mx.array(factor, mx.float64), k))
-        s = mx.zeros((batch, heads, rows, columns), mx.float64) if state is None else state
-        results = []
-        for t in range(steps):
-            s = s * decay[:, None, None] + v[:, t, :, :, None] * k[:, t, :, None, :]
-            results.append((s * q[:, t, :, None, :]).sum(-1))
-        return mx.stack(results, axis=1), s
-
-    def by_definition() -> list[Exact]:
-        wide = [to_float64(a) for a in arrays]
-        return exact_linear_attention(*wide[:4], factor, wide[4] if has_state else None)
-
-    return _case(
-        draw,
-        arrays,
-        by_definition,
-        (steps, columns, 2 * EPSILON[dtype]),  # queries are scaled in the type
-        ours=ours,
-        twin=None,
-        exact=in_float64,
-        kind=kind,
-        scale=scale,
     )

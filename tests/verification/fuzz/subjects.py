@@ -76,7 +76,6 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         token_layers.ssm_token,
         recurrences.gated_delta_update,
         recurrences.ssm_update,
-        recurrences.linear_attention,
     )
 }
 SUBJECTS = {
