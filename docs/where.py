@@ -102,13 +102,13 @@ _PLACES = (
         ("sample.cpp", "adjust_logits.cpp"), ("test_sample.py", "test_penalties.py"),
     ),
     Place(
-        ("matmul", "gemv"), "matmul", "gemv.cpp", ("plan.cpp",),
+        ("matmul", "gemv"), "matmul", "gemv.cpp", ("plan_dense.cpp", "plan_columns.cpp"),
         ("gemv.metal", "gemv_tiles.metal", "apple/matmul_tiles.metal", "splitk_reduce.metal"),
         ("gemv.cpp",), ("test_gemv.py", "test_matmul.py", "test_gemv_short.py", "test_product_traffic.py"),
         ("nvidia/gemv_short.metal",),
     ),
     Place(
-        ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan.cpp",),
+        ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan_affine.cpp", "plan_columns.cpp"),
         ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "apple/qvm_tiles.metal", "splitk_reduce.metal",
          "apple/m5/int8_rows.metal", "apple/m5/qmm_int8.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
@@ -118,7 +118,7 @@ _PLACES = (
         ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
     ),
     Place(
-        ("block_masked_mm",), "matmul", "block_masked_mm.cpp", ("plan.cpp",),
+        ("block_masked_mm",), "matmul", "block_masked_mm.cpp", ("plan_dense.cpp",),
         ("apple/block_masked_mm.metal", "apple/block_masked_row.metal"),
         (), ("test_block_masked_mm.py",),
     ),
@@ -131,14 +131,14 @@ _PLACES = (
         ("quantized_embedding.metal",), ("quantized_embedding.cpp",), ("test_quantized_embedding.py",),
     ),
     Place(
-        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",),
+        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan_affine.cpp",),
         ("quantized_swiglu.metal", "apple/swiglu_tiles.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
          "integer_panel_matmul.cpp", "packed_rows.cpp"), ("test_quantized_swiglu.py",),
         ("nvidia/quantized_swiglu.metal", "nvidia/quantized_swiglu_mma.metal"),
     ),
     Place(
-        ("block_matmul",), "matmul", "gguf_matmul.cpp", ("plan.cpp",),
+        ("block_matmul",), "matmul", "gguf_matmul.cpp", ("plan_gguf.cpp",),
         ("gguf_matmul.metal", "apple/gguf_tiles.metal"),
         ("gguf.cpp", "integer_matmul.cpp", "integer_panel_matmul.cpp", "packed_rows.cpp"),
         ("test_gguf.py", "test_gguf_kinds.py", "test_unpacked_integers.py", "test_product_traffic.py"),

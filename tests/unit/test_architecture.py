@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mlx_mittens as mm
 from mlx_mittens import frontend, specs
 
 ROOT = Path(__file__).parents[2]
@@ -121,13 +122,20 @@ def test_the_documentation_has_every_folder_of_tests():
     assert named == {f"tests/{name}" for name in subfolders("tests")}
 
 
+def test_the_documentation_has_every_executor():
+    """Beside those that a machine may have, the recorder, which stands in for Metal's on Linux."""
+    table = rows("executor | source | how it runs the kernel", "## Executors")
+    assert {name for name, _, _ in table} == set(mm.executors()) - {"native"} | {"recorder"}
+    assert [path for _, sources, _ in table for path in folders(sources) if not (ROOT / path).exists()] == []
+
+
 def test_plans_alone_ask_which_gpu_it_is():
     asking = re.compile(r"\bgpu_of\(|\bVendor\b")
     files = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
     found = {path.relative_to(ROOT / "csrc").as_posix() for path in files if asking.search(path.read_text())}
     shared = {"runtime/gpu.h", "runtime/gpu.cpp", "runtime/plan_table.h"}
     assert shared <= found
-    assert {name for name in found - shared if not re.fullmatch(r"ops/\w+/plan\.cpp", name)} == set()
+    assert {name for name in found - shared if not re.fullmatch(r"ops/\w+/plan(_\w+)?\.cpp", name)} == set()
 
 
 @pytest.mark.parametrize("folder", ["csrc", "metal"])

@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 
+#include "ops/cache/rope_append_checks.h"
 #include "ops/cache/rope_append_primitive.h"
 #include "ops/matmul/affine.h"
 #include "python/registry.h"

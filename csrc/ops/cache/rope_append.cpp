@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 
+#include "ops/cache/rope_append_checks.h"
 #include "ops/cache/rope_append_primitive.h"
 #include "python/registry.h"
 #include "runtime/checks.h"

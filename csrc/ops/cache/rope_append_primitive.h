@@ -47,15 +47,13 @@ std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width);
 Arrays inputs_of(const mx::array& heads, const Arrays& buffers, const Rotary& rotary, const Offset& offset,
                  mx::Stream stream);
 
+// The columns of a head of queries and keys, and of values.
+int width_of(const Arrays& inputs, const Rope& rope);
+int value_width_of(const Arrays& inputs, const Rope& rope);
+
 // A call in mx's operations.
 CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream stream);
 
 std::shared_ptr<KernelPrimitive> rope_append_primitive(const Rope& rope, mx::Stream stream);
-
-// Checks that do not depend on the kind of buffers. Heads are [.., width]; `batched` is an array [batch, ..].
-void check_rotary(const char* op, const Rotary& rotary, const mx::array& heads);
-void check_offset(const char* op, const Offset& offset, const mx::array& batched);
-// Checks a buffer [batch, key heads, capacity, ..] against the heads; name: of the argument that holds it.
-void check_room(const char* op, const char* name, const mx::array& buffer, const mx::array& heads, int start);
 
 }  // namespace mittens

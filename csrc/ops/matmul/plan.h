@@ -1,5 +1,5 @@
 // Which kernel serves a product of few rows of x, how its work is shared out, and where mx is faster. All that depends
-// on the GPU is here; the tables are in plan.cpp.
+// on the GPU is here; the tables are in plan_*.cpp.
 #pragma once
 
 #include <cstdint>
