@@ -113,9 +113,9 @@ _PLACES = (
          "apple/m5/int8_rows.metal", "apple/m5/qmm_int8.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
          "integer_panel_matmul.cpp", "packed_rows.cpp"),
-        ("test_quantized_matmul.py", "test_integer_products.py", "test_unpacked_integers.py", "test_qmv_mma.py",
+        ("test_quantized_matmul.py", "test_integer_products.py", "test_unpacked_integers.py", "test_mma_row.py",
          "test_product_traffic.py", "test_qmm_int8.py"),
-        ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
+        ("nvidia/rows.metal", "nvidia/tiles.metal", "nvidia/mma_row.metal", "nvidia/columns.metal"),
     ),
     Place(
         ("block_masked_mm",), "matmul", "block_masked_mm.cpp", ("plan_dense.cpp",),

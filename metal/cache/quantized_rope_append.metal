@@ -55,7 +55,7 @@ template <typename T, bool Normed>
   if (item < query_items) {
     const uint head = item / parts;
     const Head<T, Normed> turned =
-        head_of<T, Normed>(
+        load_head<T, Normed>(
             row_of(new_queries, params.query_strides, batch, head, token), query_norm, width, 1.0f, params, lane);
     device T* target = queries + (size_t(batch * params.query_heads + head) * params.tokens + token) * width;
     rotate_part<T, Normed>(turned, freqs, target, params, at, item % parts * 32 + lane, 32 * parts);
@@ -80,7 +80,7 @@ template <typename T, bool Normed>
     }
   } else {
     const Head<T, Normed> turned =
-        head_of<T, Normed>(
+        load_head<T, Normed>(
             row_of(new_keys, params.key_strides, batch, own_head, token), key_norm, width, 1.0f, params, lane);
 #pragma unroll
     for (uint i = 0; i < most_values; ++i) {

@@ -29,7 +29,7 @@ struct Head {
 
 // A simdgroup reads the whole head.
 template <typename T, bool Normed>
-inline Head<T, Normed> head_of(
+inline Head<T, Normed> load_head(
     const device T* row, const device T* weight, uint width, float scale, constant RopeAppendParams& params,
     uint lane) {
   float inverse = 1.0f;

@@ -64,7 +64,7 @@ template <typename T, bool Normed>
                                  token) * params.value_width;
     if (params.has_value_norm) {
       const Head<T, true> normed =
-          head_of<T, true>(row, value_norm, params.value_width, params.value_scale, params, lane);
+          load_head<T, true>(row, value_norm, params.value_width, params.value_scale, params, lane);
       for (uint column = first; column < params.value_width; column += step) {
         target[column] = T(normed.at(column));
       }
@@ -95,7 +95,7 @@ template <typename T, bool Normed>
   for (uint column = first; column < params.begin; column += step) {
     target[column] = row[column];
   }
-  const Head<T, Normed> turned = head_of<T, Normed>(
+  const Head<T, Normed> turned = load_head<T, Normed>(
       to_turn, is_query ? query_norm : key_norm, width, is_query ? params.query_scale : 1.0f, params, lane);
   rotate_part<T, Normed>(turned, freqs, target + params.begin, params, at, first, step);
 }

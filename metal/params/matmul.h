@@ -134,11 +134,11 @@ struct QuantizedMatmulsParams {
   uint32_t outputs[kMostTogether];       // of each
 };
 
-// The room of kernels of products in threadgroup memory, and the steps of kernels of one row (matmul/nvidia/qmv_mma.h).
+// The room of kernels of products in threadgroup memory, and the steps of kernels of one row (matmul/nvidia/mma_row.h).
 // Enumerators: Metal takes no variable outside of a function that is not in constant memory.
 enum {
   kProductSimdgroups = 8,   // of a threadgroup, which share out the columns
-  kRowSimdgroups = 16,      // the same in matmul/nvidia/qmv_mma.metal and matmul/nvidia/quantized_swiglu_mma.metal
+  kRowSimdgroups = 16,      // the same in matmul/nvidia/mma_row.metal and matmul/nvidia/quantized_swiglu_mma.metal
   kProductPartials = 1024,  // floats that they leave for the last step (matmul/nvidia/products.h)
   kRowBlocks = 2,           // of 8 products of a simdgroup: as a tensor core's left matrix
   kRowStep = 512,           // columns of a simdgroup
@@ -148,7 +148,7 @@ enum {
   kOutputSimdgroups = 8,  // of a threadgroup whose lanes go along the outputs (matmul/outputs.h)
 };
 
-// Words of affine weights that a lane takes at once, by the rows of x (matmul/nvidia/qmv.metal and
+// Words of affine weights that a lane takes at once, by the rows of x (matmul/nvidia/rows.metal and
 // matmul/nvidia/quantized_swiglu.metal).
 constexpr int lane_words(int bits, int rows) {
   return bits == 4 ? (rows == 1 ? 4 : rows <= 4 ? 2 : 1) : (rows <= 4 ? 4 : 2);
@@ -186,9 +186,9 @@ enum {
   kTransposedStep = 32,  // rows of weights that it takes at once
 };
 
-enum { kOwnedOutputs = 8 };  // of a lane of matmul/nvidia/qvm.metal
+enum { kOwnedOutputs = 8 };  // of a lane of matmul/nvidia/columns.metal
 
-// Outputs of a threadgroup of matmul/nvidia/qmm.metal, and runs of weights that have one scale that its simdgroups take
+// Outputs of a threadgroup of matmul/nvidia/tiles.metal, and runs of weights that have one scale that its simdgroups take
 // at once of each, by the rows of x.
 constexpr int affine_tile_outputs(int bits) {
   return bits == 4 ? 32 : 16;

@@ -622,7 +622,7 @@ HALVES = [
     for file in (
         "attention/attention.metal",
         "matmul/gemv_tiles.metal",
-        "matmul/nvidia/qmm.metal",
+        "matmul/nvidia/tiles.metal",
     )
     for variant in frontend.variants(file)
     if "float16" in variant.name

@@ -217,10 +217,10 @@ def _failing_test(ops: set[str], tiles: bool) -> str:
     if ops & {"scaled_dot_product_attention", "cascade_attention", "paged_attention"}:
         files.add("test_attention_combine.py")
     if ops & {"quantized_matmul", "quantized_swiglu"}:
-        files.add("test_qmv_mma.py")
+        files.add("test_mma_row.py")
     first = _FirstFailure()
     paths = [str(next(TESTS.rglob(file))) for file in sorted(files)]
-    chosen = "simulator or test_tiles or test_attention_combine or test_qmv_mma"
+    chosen = "simulator or test_tiles or test_attention_combine or test_mma_row"
     with contextlib.redirect_stdout(io.StringIO()):
         pytest.main([*paths, "-x", "-q", "-n0", "-p", "no:cacheprovider", "-k", chosen], [first])
     return first.test

@@ -68,7 +68,7 @@ LEFT_OUT = (
     "gemv_short",
     "product_traffic",
     "prompts_on_nvidia",
-    "qmv_mma",
+    "mma_row",
 )
 
 

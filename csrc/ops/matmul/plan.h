@@ -137,18 +137,18 @@ const char* why_no_masked_kernel(const ProductSizes& sizes, mx::Dtype dtype, mx:
 // Whether mx has them in every type.
 bool mx_has_masked(mx::Stream stream);
 
-// Quantized weights: on NVIDIA GPUs matmul/nvidia/qvm.metal where it has the format, on Apple GPUs
+// Quantized weights: on NVIDIA GPUs matmul/nvidia/columns.metal where it has the format, on Apple GPUs
 // matmul/apple/qvm_tiles.metal for many rows, else matmul/qvm.metal.
-enum class QvmKernel { columns, matrices, tiles };
+enum class QvmKernel { columns, qvm, qvm_tiles };
 
 struct QvmPlan : Splits {
   QvmKernel kernel;
   ColumnsPlan columns;  // columns
-  uint32_t row_blocks;  // matrices: of 8 rows of x, as the next three
+  uint32_t row_blocks;  // qvm: of 8 rows of x, as the next three
   uint32_t output_groups;  // of blocks
   uint32_t blocks;  // of 64 outputs, that a threadgroup has
   uint32_t sharers;  // simdgroups that share the rows of weights of a block
-  TilesPlan by_tiles;  // tiles
+  TilesPlan by_tiles;  // qvm_tiles
 };
 
 QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const ProductSizes& sizes, uint32_t most_splits,
@@ -197,7 +197,8 @@ void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices);
 
 // --- quantized weights, [outputs, columns]
 
-enum class AffineKernel { mma_row, tiles, nvidia_rows, qmm_tiles, matrices, rows };
+// mma_row, tiles and rows are NVIDIA's.
+enum class AffineKernel { mma_row, tiles, rows, qmm_tiles, qmm, qmv };
 
 // Kernels of an op. matrices: of weights that pass by one simdgroup, 2 for gate and up.
 struct AffineKernels {
@@ -214,8 +215,8 @@ uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream);
 struct AffinePlan : RowProductsPlan {
   AffineKernel kernel;
   uint32_t run;  // tiles: columns that have one scale
-  RowsPlan shared;  // rows
-  MatricesPlan by_matrices;  // matrices
+  RowsPlan shared;  // qmv
+  MatricesPlan by_matrices;  // qmm
   SplitTilesPlan by_tiles;  // qmm_tiles
 };
 

@@ -17,20 +17,20 @@ namespace {
 constexpr Schedule<AffineKernel> affine_schedules[] = {
     {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, unlimited_rows, 1},
     {"tiles", AffineKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
-    {"rows", AffineKernel::nvidia_rows, Where::nvidia, any_rows, any_rows, unlimited_rows},
+    {"rows", AffineKernel::rows, Where::nvidia, any_rows, any_rows, unlimited_rows},
     {"qmm_tiles", AffineKernel::qmm_tiles, Where::apple, most_gemv_rows + 1, most_gemv_rows + 1, unlimited_rows},
-    {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, unlimited_rows},
-    {"tiles", AffineKernel::matrices, Where::anywhere, any_rows, any_rows, unlimited_rows},
+    {"qmv", AffineKernel::qmv, Where::anywhere, any_rows, any_rows, unlimited_rows},
+    {"qmm", AffineKernel::qmm, Where::anywhere, any_rows, any_rows, unlimited_rows},
 };
 
-// Of matmul/nvidia/qmm.metal.
+// Of matmul/nvidia/tiles.metal.
 Registers tiles_registers(const AffineFormat& format, uint32_t rows, uint32_t run) {
   const uint32_t most = run == 32 ? (format.bits == 4 ? 128 : 80) : format.bits == 4 ? 168 : rows <= 8 ? 96 : 128;
   return {255, most};
 }
 
-void plan_affine_nvidia_rows(AffinePlan& plan, const AffineKernels& kernels, const AffineFormat& format,
-                             const ProductSizes& sizes, const Gpu& gpu) {
+void plan_affine_rows(AffinePlan& plan, const AffineKernels& kernels, const AffineFormat& format,
+                      const ProductSizes& sizes, const Gpu& gpu) {
   const uint32_t together = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), kernels.most_rows);
   const uint32_t lane_columns = lane_words(format.bits, static_cast<int>(together)) * 32 / format.bits;
   const uint32_t chunks = ceil_divide(sizes.columns, 32 * lane_columns);
@@ -119,13 +119,13 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
         return all && sizes.rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
       case AffineKernel::tiles:
         return all && kernels.has_tiles && dtype != mx::float32;
-      case AffineKernel::nvidia_rows:
+      case AffineKernel::rows:
         return all && (!kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1);
       case AffineKernel::qmm_tiles:
         return kernels.has_qmm_tiles && has_tile_outputs(affine_tiles(format, kernels.matrices), sizes);
-      case AffineKernel::matrices:
+      case AffineKernel::qmm:
         return true;
-      case AffineKernel::rows:
+      case AffineKernel::qmv:
         return sizes.rows <= most_rows;
     }
     return false;
@@ -137,16 +137,16 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
     case AffineKernel::tiles:
       plan_affine_tiles(plan, format, sizes, gpu);
       break;
-    case AffineKernel::nvidia_rows:
-      plan_affine_nvidia_rows(plan, kernels, format, sizes, gpu);
+    case AffineKernel::rows:
+      plan_affine_rows(plan, kernels, format, sizes, gpu);
       break;
     case AffineKernel::qmm_tiles:
       plan.by_tiles = plan_split_tiles(affine_tiles(format, kernels.matrices), kernels.matrices, sizes, gpu);
       break;
-    case AffineKernel::matrices:
+    case AffineKernel::qmm:
       plan.by_matrices = plan_matrices(sizes, kMatrixOutputs / kernels.matrices, gpu);
       break;
-    case AffineKernel::rows:
+    case AffineKernel::qmv:
       plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, gpu, most_rows);
       give_outputs(plan.shared, kernels, dtype, sizes);
       break;
@@ -161,16 +161,16 @@ AffinePlan plan_affine_exact(const AffineKernels& kernels, const AffineFormat& f
   AffinePlan plan{};
   if (gpu.vendor == Gpu::Vendor::nvidia && has_affine_kernels(format)) {
     const bool has_tiles = kernels.has_tiles && dtype != mx::float32;
-    plan.kernel = has_tiles ? AffineKernel::tiles : AffineKernel::nvidia_rows;
+    plan.kernel = has_tiles ? AffineKernel::tiles : AffineKernel::rows;
     if (has_tiles) {
       plan_affine_tiles(plan, format, {1, tile_rows, sizes.columns, sizes.outputs}, gpu);
     } else {
-      plan_affine_nvidia_rows(plan, kernels, format, {1, 1, sizes.columns, sizes.outputs}, gpu);
+      plan_affine_rows(plan, kernels, format, {1, 1, sizes.columns, sizes.outputs}, gpu);
     }
     return plan;
   }
   // Sharers as of one row; the rows and outputs of a simdgroup change no sum.
-  plan.kernel = AffineKernel::rows;
+  plan.kernel = AffineKernel::qmv;
   plan.shared = plan_rows({1, 1, sizes.columns, sizes.outputs}, kRowOutputs / kernels.matrices, gpu, 1);
   if (has_common_kernels(format) && gpu.vendor == Gpu::Vendor::apple) {
     plan.shared.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), uint32_t(kMostExactRows));

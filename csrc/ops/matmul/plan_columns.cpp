@@ -49,13 +49,13 @@ QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const Produ
     return plan;
   }
   if (!is_nvidia && sizes.rows > most_gemv_rows) {
-    plan.kernel = QvmKernel::tiles;
+    plan.kernel = QvmKernel::qvm_tiles;
     plan.by_tiles = plan_tiles(affine_tiles(format, 1), sizes);
     plan.splits = 1;
     plan.columns_per_split = sizes.columns;
     return plan;
   }
-  plan.kernel = QvmKernel::matrices;
+  plan.kernel = QvmKernel::qvm;
   constexpr uint32_t step = kTransposedStep;
   constexpr uint32_t most_blocks = 4;  // of 4 bits, a line of memory
   constexpr uint32_t fewest_steps = 4;  // of a simdgroup

@@ -39,15 +39,15 @@ Kernel choose(const Schedule<Kernel> (&table)[n], const Gpu& gpu, mx::Dtype dtyp
 // The number of simdgroups to launch: several times as many as the cores hold.
 uint32_t wanted_simdgroups(const Gpu& gpu);
 
-// Packed weights: matmul/nvidia/qmv.metal and matmul/nvidia/quantized_swiglu.metal. chunks: of columns, each taken by a
-// simdgroup at once. outputs: of all matrices and blocks of rows. products: of a simdgroup for each output.
+// Packed weights: matmul/nvidia/rows.metal and matmul/nvidia/quantized_swiglu.metal. chunks: of columns, each taken by
+// a simdgroup at once. outputs: of all matrices and blocks of rows. products: of a simdgroup for each output.
 RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, Registers registers,
                                   const Gpu& gpu);
 
-// Products by 8x8 matrices: matmul/gemv_tiles.metal and matmul/nvidia/qmm.metal. Simdgroups of a threadgroup, `fewest`
-// to `most`, that are through with their chunks of columns in the fewest rounds. Threadgroups that find no room on any
-// core start when others end, and take as long again: the rounds of all these waves count. Of several numbers it is the
-// smallest, since each simdgroup takes time to start.
+// Products by 8x8 matrices: matmul/gemv_tiles.metal and matmul/nvidia/tiles.metal. Simdgroups of a threadgroup,
+// `fewest` to `most`, that are through with their chunks of columns in the fewest rounds. Threadgroups that find no
+// room on any core start when others end, and take as long again: the rounds of all these waves count. Of several
+// numbers it is the smallest, since each simdgroup takes time to start.
 uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, Registers registers, uint32_t fewest,
                               uint32_t most, const Gpu& gpu);
 

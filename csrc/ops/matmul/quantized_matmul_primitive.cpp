@@ -19,17 +19,17 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "quantized_matmul";
-const Name rows_file = "matmul/qmv.metal";
-const Name nvidia_rows_file = "matmul/nvidia/qmv.metal";
-const Name row_file = "matmul/nvidia/qmv_mma.metal";
-const Name tiles_file = "matmul/nvidia/qmm.metal";
-const Name matrices_file = "matmul/qmm.metal";
+const Name qmv_file = "matmul/qmv.metal";
+const Name rows_file = "matmul/nvidia/rows.metal";
+const Name mma_row_file = "matmul/nvidia/mma_row.metal";
+const Name tiles_file = "matmul/nvidia/tiles.metal";
+const Name qmm_file = "matmul/qmm.metal";
 const Name qmm_tiles_file = "matmul/apple/qmm_tiles.metal";
 const Name int8_rows_file = "matmul/apple/m5/int8_rows.metal";
 const Name qmm_int8_file = "matmul/apple/m5/qmm_int8.metal";
-const Name transposed_file = "matmul/qvm.metal";
+const Name qvm_file = "matmul/qvm.metal";
 const Name qvm_tiles_file = "matmul/apple/qvm_tiles.metal";
-const Name nvidia_transposed_file = "matmul/nvidia/qvm.metal";
+const Name columns_file = "matmul/nvidia/columns.metal";
 constexpr const AffineKernels& kernels = quantized_matmul_kernels;
 
 class QuantizedMatmul : public KernelPrimitive {
@@ -215,12 +215,12 @@ class QuantizedMatmul : public KernelPrimitive {
       };
       switch (plan.kernel) {
         case AffineKernel::mma_row:
-          return by_groups(row_file, kernel_name(x.dtype(), op, "row_4bit"));
+          return by_groups(mma_row_file, kernel_name(x.dtype(), op, "row_4bit"));
         case AffineKernel::tiles:
           return by_groups(tiles_file,
                            kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
-        case AffineKernel::nvidia_rows:
-          return by_groups(nvidia_rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
+        case AffineKernel::rows:
+          return by_groups(rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
         case AffineKernel::qmm_tiles: {
           const uint32_t splits = plan.by_tiles.splits;
           params.splits = splits;
@@ -240,15 +240,15 @@ class QuantizedMatmul : public KernelPrimitive {
           sum.owner = sums;
           return in_order(std::move(tiles), std::move(sum));
         }
-        case AffineKernel::matrices: {
+        case AffineKernel::qmm: {
           Launch matrices =
-              launch(matrices_file, kernel_name(x.dtype(), op, "qmm_", format_name(format_)), bias, outputs[0]);
+              launch(qmm_file, kernel_name(x.dtype(), op, "qmm_", format_name(format_)), bias, outputs[0]);
           share_out(matrices, plan.by_matrices, sizes.matrices);
           return in_order(std::move(matrices));
         }
-        case AffineKernel::rows: {
+        case AffineKernel::qmv: {
           Launch rows =
-              launch(rows_file, kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows), bias,
+              launch(qmv_file, kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows), bias,
                      outputs[0]);
           share_out(rows, plan.shared, sizes.matrices);
           return in_order(std::move(rows));
@@ -262,21 +262,21 @@ class QuantizedMatmul : public KernelPrimitive {
     mx::array& sums = outputs[plan.splits > 1 ? 1 : 0];
     Launch columns;
     switch (plan.kernel) {
-      case QvmKernel::tiles:
+      case QvmKernel::qvm_tiles:
         columns =
             launch(qvm_tiles_file,
                    kernel_name(x.dtype(), op, "qvm_tiles_", format_name(format_), "_", plan.by_tiles.rows), bias, sums);
         share_out(columns, plan.by_tiles, sizes.matrices);
         break;
-      case QvmKernel::matrices:
-        columns = launch(transposed_file, kernel_name(x.dtype(), op, "qvm_", format_name(format_)), bias, sums);
+      case QvmKernel::qvm:
+        columns = launch(qvm_file, kernel_name(x.dtype(), op, "qvm_", format_name(format_)), bias, sums);
         columns.threadgroups = {plan.output_groups, plan.row_blocks * plan.splits, sizes.matrices};
         columns.threads = {32 * plan.sharers, plan.blocks, 1};
         break;
       case QvmKernel::columns: {
         const ColumnsPlan& by_columns = plan.columns;
-        columns = launch(nvidia_transposed_file,
-                         kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", by_columns.rows), bias, sums);
+        columns = launch(columns_file, kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", by_columns.rows),
+                         bias, sums);
         columns.threadgroups = {by_columns.tiles, by_columns.row_blocks * plan.splits, sizes.matrices};
         columns.threads = {by_columns.threads, 1, 1};
         break;

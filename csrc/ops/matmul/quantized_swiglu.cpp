@@ -111,7 +111,7 @@ class QuantizedSwiglu : public KernelPrimitive {
     const AffinePlan plan = alike_ && are_few_exact(params.rows)
                                 ? plan_affine_exact(kernels, format_, x.dtype(), sizes, stream())
                                 : plan_affine(kernels, format_, x.dtype(), sizes, stream());
-    if (plan.kernel == AffineKernel::rows) {
+    if (plan.kernel == AffineKernel::qmv) {
       launch.file = file;
       launch.kernel = kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows);
       share_out(launch, plan.shared, 1);
@@ -119,7 +119,7 @@ class QuantizedSwiglu : public KernelPrimitive {
       launch.file = tiles_file;
       launch.kernel = kernel_name(x.dtype(), op, "qmm_tiles_", format_name(format_), "_", plan.by_tiles.rows);
       share_out(launch, plan.by_tiles, 1);
-    } else if (plan.kernel == AffineKernel::matrices) {
+    } else if (plan.kernel == AffineKernel::qmm) {
       launch.file = file;
       launch.kernel = kernel_name(x.dtype(), op, "qmm_", format_name(format_));
       share_out(launch, plan.by_matrices, 1);

@@ -3,12 +3,12 @@
 //
 //   y[m, n] = activate(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   as matmul/activation.h
 //
-// Laid out as matmul/nvidia/qmv.metal; the rows of both matrices pass by the same activations. Sums, activation and
+// Laid out as matmul/nvidia/rows.metal; the rows of both matrices pass by the same activations. Sums, activation and
 // product are in float32, rounded once.
 #include <metal_stdlib>
 
 #include "matmul/activation.h"
-#include "matmul/nvidia/qmv.h"
+#include "matmul/nvidia/rows.h"
 #include "mittens/instantiate.h"
 #include "params/matmul.h"
 

@@ -1,4 +1,4 @@
-// As matmul/quantized_swiglu.metal, for rows of x one by one with 4-bit weights, in half types (matmul/nvidia/qmv_mma.h;
+// As matmul/quantized_swiglu.metal, for rows of x one by one with 4-bit weights, in half types (matmul/nvidia/mma_row.h;
 // row_by_matrices in csrc/ops/matmul/affine.cpp says where):
 //
 //   y[n] = activate(sum_k x[k] * gate[n, k]) * sum_k x[k] * up[n, k],   as matmul/activation.h
@@ -7,7 +7,7 @@
 #include <metal_stdlib>
 
 #include "matmul/activation.h"
-#include "matmul/nvidia/qmv_mma.h"
+#include "matmul/nvidia/mma_row.h"
 #include "mittens/instantiate.h"
 
 using namespace metal;

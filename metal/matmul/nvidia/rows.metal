@@ -3,10 +3,10 @@
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
 // A threadgroup computes outputs_per_group outputs for M rows of x. Its simdgroups share out the columns, P words of
-// weights a lane at a time (matmul/nvidia/qmv.h), and add up their sums at the end: one barrier.
+// weights a lane at a time (matmul/nvidia/rows.h), and add up their sums at the end: one barrier.
 #include <metal_stdlib>
 
-#include "matmul/nvidia/qmv.h"
+#include "matmul/nvidia/rows.h"
 #include "mittens/instantiate.h"
 #include "params/matmul.h"
 

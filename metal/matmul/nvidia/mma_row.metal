@@ -1,4 +1,4 @@
-// One row of x with 4-bit weights, in half types (matmul/nvidia/qmv_mma.h; row_by_matrices in
+// One row of x with 4-bit weights, in half types (matmul/nvidia/mma_row.h; row_by_matrices in
 // csrc/ops/matmul/affine.cpp says where):
 //
 //   y[n] = sum_k x[k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
@@ -6,7 +6,7 @@
 // A threadgroup computes 16 outputs; its simdgroups share out the columns.
 #include <metal_stdlib>
 
-#include "matmul/nvidia/qmv_mma.h"
+#include "matmul/nvidia/mma_row.h"
 #include "mittens/instantiate.h"
 
 using namespace metal;

@@ -12,7 +12,7 @@
 // part is replaced by the next load, so that memory always has loads in flight.
 #pragma once
 
-#include "matmul/nvidia/qmv.h"
+#include "matmul/nvidia/rows.h"
 #include "mittens/tile.h"
 #include "params/matmul.h"
 
