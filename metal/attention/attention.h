@@ -160,14 +160,14 @@ inline void write_rows(
         if (params.splits == 1) {
           store_neighbours<T, E>(y + row * params.value_width + column, values);
         } else {
-          store_neighbours<float, E>(
-              partials + (place.split * all_rows + row) * params.value_width + column, values);
+          store_neighbours<float, E>(partials + (place.split * all_rows + row) * params.value_width + column, values);
         }
       }
     }
     if (tile_row(place.lane) == 0 && place.slice == 0) {
       if (params.splits > 1) {
-        device float* of_row = partials + params.splits * all_rows * params.value_width + row * params.splits + place.split;
+        device float* of_row =
+            partials + params.splits * all_rows * params.value_width + row * params.splits + place.split;
         of_row[0] = m;
         of_row[all_rows * params.splits] = l[i];
       } else if (params.has_logsumexp) {

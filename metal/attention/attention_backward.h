@@ -22,8 +22,7 @@ template <typename T>
 constant constexpr int pack_elements = Dense<T>::Values::size;
 
 template <typename T>
-inline HeadRows<T> head_rows(
-    const device T* from, thread const TokenRows& view, uint batch, uint head, uint count) {
+inline HeadRows<T> head_rows(const device T* from, thread const TokenRows& view, uint batch, uint head, uint count) {
   const uint start = uint(TokenRows::at(int64_t(0), view, batch, head, 0) / pack_elements<T>);
   return {{(const device uint4*)from, start, uint(view.token / pack_elements<T>)}, count};
 }
@@ -168,8 +167,7 @@ inline void apply_mask(
 #pragma unroll
   for (int a = 0; a < (keys_first ? 2 * C : R); ++a) {
     const uint row = min(first_row + tile_place<keys_first>(a, lane), params.rows - 1);
-    const device M* own =
-        (const device M*)(scores.mask + row * params.mask_row_bytes) + scores.mask_start;
+    const device M* own = (const device M*)(scores.mask + row * params.mask_row_bytes) + scores.mask_start;
 #pragma unroll
     for (int b = 0; b < (keys_first ? R : 2 * C); ++b) {
       const uint key = min(first_key + tile_place<!keys_first>(b, lane), params.columns - 1);
@@ -180,8 +178,7 @@ inline void apply_mask(
       if constexpr (is_same_v<M, uchar>) {
         s.at[r][i / 2][i % 2] = mask != 0 ? score : -INFINITY;
       } else {
-        s.at[r][i / 2][i % 2] =
-            float(mask) == -INFINITY ? -INFINITY : fma(float(mask), score_unit<T>(), score);
+        s.at[r][i / 2][i % 2] = float(mask) == -INFINITY ? -INFINITY : fma(float(mask), score_unit<T>(), score);
       }
     }
   }

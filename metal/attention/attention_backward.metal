@@ -33,12 +33,10 @@ using namespace mittens;
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_statistics(
-    const device T* y [[buffer(0)]],
-    const device T* dy [[buffer(1)]],
+    const device T* y [[buffer(0)]], const device T* dy [[buffer(1)]],
     const device float* logsumexp [[buffer(2)]],  // [batch, heads, rows]
     device float2* statistics [[buffer(3)]],      // [batch, heads, rows]: the logsumexp as scores are, delta
-    constant AttentionBackwardParams& parameters [[buffer(4)]],
-    lane_of_simdgroup) {
+    constant AttentionBackwardParams& parameters [[buffer(4)]], lane_of_simdgroup) {
   const AttentionBackwardParams params = parameters;
   const uint row = group.x * kBackwardSimdgroups + simdgroup;
   if (row >= params.rows) {
@@ -71,10 +69,8 @@ template <typename T>
     device T* to [[buffer(1)]],  // [batch, heads, rows, width]
     constant TokenRows& source [[buffer(2)]],
     constant uint2& size [[buffer(3)]],  // rows, packs of a row
-    uint3 group [[threadgroup_position_in_grid]],
-    uint3 groups [[threadgroups_per_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint3 group [[threadgroup_position_in_grid]], uint3 groups [[threadgroups_per_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int W = pack_elements<T>;
   const uint row = group.x * kBackwardSimdgroups + simdgroup;
   const TokenRows view = source;
@@ -94,18 +90,13 @@ template <typename T>
 
 template <typename T, int D, int C>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_dq(
-    const device T* q [[buffer(0)]],
-    const device T* k [[buffer(1)]],
-    const device T* v [[buffer(2)]],
+    const device T* q [[buffer(0)]], const device T* k [[buffer(1)]], const device T* v [[buffer(2)]],
     const device T* dy [[buffer(3)]],
-    const device uchar* mask [[buffer(4)]],       // of bools, or of T
+    const device uchar* mask [[buffer(4)]],         // of bools, or of T
     const device float2* statistics [[buffer(5)]],  // [batch, heads, rows]
-    const device T* finite_k [[buffer(6)]],
-    device T* dq [[buffer(7)]],
-    constant AttentionBackwardParams& parameters [[buffer(8)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint3 groups [[threadgroups_per_grid]],
-    uint lane [[thread_index_in_simdgroup]],
+    const device T* finite_k [[buffer(6)]], device T* dq [[buffer(7)]],
+    constant AttentionBackwardParams& parameters [[buffer(8)]], uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const AttentionBackwardParams params = parameters;
   // The last rows, which see the most if causal, start first.
@@ -139,17 +130,12 @@ template <typename T, int D, int C>
 
 template <typename T, int D, int C, bool for_keys, bool for_values>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_dkv(
-    const device T* q [[buffer(0)]],
-    const device T* k [[buffer(1)]],
-    const device T* v [[buffer(2)]],
+    const device T* q [[buffer(0)]], const device T* k [[buffer(1)]], const device T* v [[buffer(2)]],
     const device T* dy [[buffer(3)]],
-    const device uchar* mask [[buffer(4)]],       // of bools, or of T
+    const device uchar* mask [[buffer(4)]],         // of bools, or of T
     const device float2* statistics [[buffer(5)]],  // [batch, heads, rows]
-    const device T* finite_q [[buffer(6)]],
-    device T* dk [[buffer(7)]],
-    device T* dv [[buffer(8)]],
-    constant AttentionBackwardParams& parameters [[buffer(9)]],
-    lane_of_simdgroup) {
+    const device T* finite_q [[buffer(6)]], device T* dk [[buffer(7)]], device T* dv [[buffer(8)]],
+    constant AttentionBackwardParams& parameters [[buffer(9)]], lane_of_simdgroup) {
   const AttentionBackwardParams params = parameters;
   const uint first = (group.x * kBackwardSimdgroups + simdgroup) * kKeyRows;
   if (first >= params.columns) {
@@ -198,15 +184,12 @@ template <typename T, int D, int C, bool for_keys, bool for_values>
 
 template <typename T, int D>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_dmask(
-    const device T* q [[buffer(0)]],
-    const device T* k [[buffer(1)]],
-    const device T* v [[buffer(2)]],
+    const device T* q [[buffer(0)]], const device T* k [[buffer(1)]], const device T* v [[buffer(2)]],
     const device T* dy [[buffer(3)]],
-    const device uchar* mask [[buffer(4)]],       // of T
+    const device uchar* mask [[buffer(4)]],         // of T
     const device float2* statistics [[buffer(5)]],  // [batch, heads, rows]
-    device T* dmask [[buffer(6)]],                // params.mask_sizes
-    constant AttentionBackwardParams& parameters [[buffer(7)]],
-    lane_of_simdgroup) {
+    device T* dmask [[buffer(6)]],                  // params.mask_sizes
+    constant AttentionBackwardParams& parameters [[buffer(7)]], lane_of_simdgroup) {
   const AttentionBackwardParams params = parameters;
   constexpr int C = kMaskBlocks;
   thread const uint32_t* sizes = params.mask_sizes;
@@ -271,13 +254,11 @@ template <typename T, int D>
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(256)]] void attention_dsinks(
     const device T* sinks [[buffer(0)]],
-    const device float* logsumexp [[buffer(1)]],  // [batch, heads, rows]
+    const device float* logsumexp [[buffer(1)]],    // [batch, heads, rows]
     const device float2* statistics [[buffer(2)]],  // [batch, heads, rows]
-    device T* dsinks [[buffer(3)]],               // [heads]
-    constant AttentionBackwardParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
+    device T* dsinks [[buffer(3)]],                 // [heads]
+    constant AttentionBackwardParams& params [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float scratch[32];
   const float sink = float(sinks[group.x]);

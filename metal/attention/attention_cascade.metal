@@ -30,10 +30,8 @@ template <typename T, uint simdgroups>
     const device float* prefix [[buffer(0)]],  // rows [heads, batch, queries], as attention_combine.metal has them
     const device float* own [[buffer(1)]],     // rows [batch, heads, queries], likewise
     device T* y [[buffer(2)]],                 // [batch, heads, queries, width]
-    constant AttentionCascadeParams& params [[buffer(3)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    constant AttentionCascadeParams& params [[buffer(3)]], uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float4 scratch[simdgroups * quads];
   const uint row = group.x;
   const uint head = row / params.queries % params.heads;
@@ -43,8 +41,7 @@ template <typename T, uint simdgroups>
   const uint quad = group.y * quads + t % quads;
   const CascadeParts parts = {
       row_parts(prefix, shared_row, rows, params.prefix_splits, params.width, quad),
-      row_parts(own, row, rows, params.own_splits, params.width, quad),
-      params.prefix_splits + params.own_splits};
+      row_parts(own, row, rows, params.own_splits, params.width, quad), params.prefix_splits + params.own_splits};
   combine<simdgroups, T>(parts, y + size_t(row) * params.width, quad, params.width / 4, scratch, t, lane);
 }
 

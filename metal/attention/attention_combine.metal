@@ -13,10 +13,8 @@ template <typename T, uint simdgroups>
     const device float* partials [[buffer(0)]],  // sums [splits, rows, width], maxima and totals [rows, splits]
     device T* y [[buffer(1)]],                   // [rows, width]
     device float* logsumexp [[buffer(2)]],       // [rows]
-    constant AttentionCombineParams& params [[buffer(3)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    constant AttentionCombineParams& params [[buffer(3)]], uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float4 scratch[simdgroups * quads];
   const uint row = group.x;
   const uint quad = group.y * quads + t % quads;

@@ -11,18 +11,18 @@ using namespace mittens;
 template <typename T, int bits, int D, int DV, Share share>
 [[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_packed(
     packed_attention_inputs,
-    device T* y [[buffer(9)]],                     // [batch, heads, queries, DV], or float partial results
-    device float* logsumexp [[buffer(10)]],        // [batch, heads, queries]
-    constant AttentionParams& params [[buffer(11)]],
-    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device T* y [[buffer(9)]],               // [batch, heads, queries, DV], or float partial results
+    device float* logsumexp [[buffer(10)]],  // [batch, heads, queries]
+    constant AttentionParams& params [[buffer(11)]], lane_of_simdgroup,
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Shape = AttentionShape<T, D, DV, share>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];
   const AttentionPlace place = place_of<Shape>(group, lane, simdgroup, simdgroups, params);
   attention<Shape>(
       queries, keys_of<Shape, bits>(keys, key_scales, key_biases, params, place),
-      values_of<Shape, bits>(values, value_scales, value_biases, params, place),
-      mask, sinks, y, logsumexp, EveryKey(), WholeRows(), params, place, scratch, rows);
+      values_of<Shape, bits>(values, value_scales, value_biases, params, place), mask, sinks, y, logsumexp, EveryKey(),
+      WholeRows(), params, place, scratch, rows);
 }
 
 instantiate_heads("attention", attention_packed)

@@ -31,13 +31,13 @@ inline Affine<T, bits, E> rows_in(TableBlock block, PoolRows<Affine<T, bits, E>,
 
 template <typename T, int bits, int D, int DV, Share share>
 [[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_packed_paged(
-    packed_attention_inputs,                   // keys and values [blocks, key_heads, keys of a block, ..]
-    const device int* lengths [[buffer(9)]],   // [batch]
-    const device int* table [[buffer(10)]],    // [batch, entries]
-    device T* y [[buffer(11)]],                // [batch, heads, queries, DV], or float partial results
-    device float* logsumexp [[buffer(12)]],    // [batch, heads, queries]
-    constant PagedAttentionParams& params [[buffer(13)]],
-    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
+    packed_attention_inputs,                  // keys and values [blocks, key_heads, keys of a block, ..]
+    const device int* lengths [[buffer(9)]],  // [batch]
+    const device int* table [[buffer(10)]],   // [batch, entries]
+    device T* y [[buffer(11)]],               // [batch, heads, queries, DV], or float partial results
+    device float* logsumexp [[buffer(12)]],   // [batch, heads, queries]
+    constant PagedAttentionParams& params [[buffer(13)]], lane_of_simdgroup,
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Shape = AttentionShape<T, D, DV, share>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];

@@ -33,8 +33,8 @@ template <typename T, int D, int DV, Share share>
     const device int* table [[buffer(6)]],    // [batch, entries]
     device T* y [[buffer(7)]],                // [batch, heads, queries, DV], or float partial results
     device float* logsumexp [[buffer(8)]],    // [batch, heads, queries]
-    constant PagedAttentionParams& params [[buffer(9)]],
-    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
+    constant PagedAttentionParams& params [[buffer(9)]], lane_of_simdgroup,
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Shape = AttentionShape<T, D, DV, share>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];

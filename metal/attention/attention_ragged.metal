@@ -12,20 +12,20 @@ using namespace mittens;
 template <typename T, int D, int DV, Share share>
 [[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_ragged(
     dense_attention_inputs,
-    const device int* starts [[buffer(5)]],   // [batch] or [batch, queries]
-    const device int* ends [[buffer(6)]],     // [batch]
-    device T* y [[buffer(7)]],                // [batch, heads, queries, DV], or float partial results
-    device float* logsumexp [[buffer(8)]],    // [batch, heads, queries]
-    constant RaggedAttentionParams& params [[buffer(9)]],
-    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
+    const device int* starts [[buffer(5)]],  // [batch] or [batch, queries]
+    const device int* ends [[buffer(6)]],    // [batch]
+    device T* y [[buffer(7)]],               // [batch, heads, queries, DV], or float partial results
+    device float* logsumexp [[buffer(8)]],   // [batch, heads, queries]
+    constant RaggedAttentionParams& params [[buffer(9)]], lane_of_simdgroup,
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Shape = AttentionShape<T, D, DV, share>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];
   constant AttentionParams& common = params.attention;
   const AttentionPlace place = place_of<Shape>(group, lane, simdgroup, simdgroups, common);
   attention<Shape>(
-      queries, keys_of<Shape>(keys, common, place), values_of<Shape>(values, common, place), mask,
-      sinks, y, logsumexp, row_keys(starts, ends, place, params), WholeRows(), common, place, scratch, rows);
+      queries, keys_of<Shape>(keys, common, place), values_of<Shape>(values, common, place), mask, sinks, y, logsumexp,
+      row_keys(starts, ends, place, params), WholeRows(), common, place, scratch, rows);
 }
 
 instantiate_heads("attention_ragged", attention_ragged)

@@ -14,7 +14,7 @@
 
 namespace mittens {
 
-constant constexpr uint quads = 8;  // of columns
+constant constexpr uint quads = 8;    // of columns
 constant constexpr uint at_once = 4;  // parts
 
 // The parts that a launch left of a row: sums [splits, rows, width], maxima and totals [rows, splits].

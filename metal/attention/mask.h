@@ -11,10 +11,10 @@ namespace mittens {
 struct AttentionPlace {
   uint batch;
   uint key_head;
-  uint split;   // of the keys
-  uint slice;   // of the columns of the values
-  uint first;   // row
-  uint rows;    // that share these keys
+  uint split;  // of the keys
+  uint slice;  // of the columns of the values
+  uint first;  // row
+  uint rows;   // that share these keys
   uint lane;
   uint simdgroup;
   uint simdgroups;
@@ -68,7 +68,8 @@ struct EveryKey {
   }
 
   template <typename T>
-  void refuse(thread OnlineSoftmax<T>& state, AttentionPlace place, constant AttentionParams& params, uint worker) const {}
+  void refuse(
+      thread OnlineSoftmax<T>& state, AttentionPlace place, constant AttentionParams& params, uint worker) const {}
 };
 
 // Keys and values that lie one after the other: what a simdgroup takes at once is in no block of its own.
@@ -111,8 +112,8 @@ inline KeyRange find_rows(
     own.end = end;
     own.mask = uint(TokenRows::at(int64_t(0), params.mask, place.batch, head, query));
     own.result = place.first + place.lane < place.rows
-        ? (place.batch * params.key_heads + place.key_head) * place.rows + row
-        : no_row;
+                     ? (place.batch * params.key_heads + place.key_head) * place.rows + row
+                     : no_row;
   }
   KeyRange range;
   range.begin = limits.aligned(simd_min(begin), share, step);
@@ -147,7 +148,8 @@ inline float2 nan_where_seen(uint hidden) {
 // Which of a tile's scores are hidden, as bits. A mask is not read beyond the keys that a row sees otherwise.
 template <int C, typename T>
 inline uint hidden_keys(
-    uint first, threadgroup const AttentionRow* rows, const device T* mask, constant AttentionParams& params, uint lane) {
+    uint first, threadgroup const AttentionRow* rows, const device T* mask, constant AttentionParams& params,
+    uint lane) {
   uint hidden = 0;
 #pragma unroll
   for (uint i = 0; i < 2; ++i) {
@@ -170,8 +172,8 @@ inline uint hidden_keys(
 
 template <typename T, int C>
 inline void mask_scores(
-    thread Tile<float, C, 1>& scores, uint hidden, uint first, threadgroup const AttentionRow* rows, const device T* mask,
-    constant AttentionParams& params, uint lane) {
+    thread Tile<float, C, 1>& scores, uint hidden, uint first, threadgroup const AttentionRow* rows,
+    const device T* mask, constant AttentionParams& params, uint lane) {
 #pragma unroll
   for (uint i = 0; i < 2; ++i) {
 #pragma unroll
@@ -180,7 +182,8 @@ inline void mask_scores(
       float score = scores.at[c][0][i];
       if (params.mask_kind == additive_mask) {
         const uint key = sees ? first + c * 8 + tile_row(lane) : 0;
-        score = fma(float(mask[rows[tile_column(lane) + i].mask + key * uint(params.mask_key)]), score_unit<T>(), score);
+        score =
+            fma(float(mask[rows[tile_column(lane) + i].mask + key * uint(params.mask_key)]), score_unit<T>(), score);
       }
       scores.at[c][0][i] = sees ? score : -INFINITY;
     }

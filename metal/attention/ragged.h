@@ -52,7 +52,8 @@ struct RowKeys {
   }
 
   template <typename T>
-  void refuse(thread OnlineSoftmax<T>& state, AttentionPlace place, constant AttentionParams& params, uint worker) const {
+  void refuse(
+      thread OnlineSoftmax<T>& state, AttentionPlace place, constant AttentionParams& params, uint worker) const {
     const bool counts = worker == 0 && place.split == 0;
     const uint row = place.first + tile_column(place.lane);
     const bool upper = counts && !is_sound_for(min(row, place.rows - 1) % params.queries);

@@ -25,10 +25,8 @@ template <typename T>
     device int* lengths [[buffer(4)]],          // [batch]
     device T* keys [[buffer(5)]],               // [blocks, key heads, keys of a block, width]
     device T* values [[buffer(6)]],             // [blocks, key heads, keys of a block, value width]
-    constant PagedAppendParams& params [[buffer(7)]],
-    uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    constant PagedAppendParams& params [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const uint of_row = max(params.tokens, 1u);
   const uint batch = group.x / of_row;
@@ -62,15 +60,10 @@ template <typename T>
     device int* lengths [[buffer(4)]],          // [batch]
     device uint* key_words [[buffer(5)]],       // [blocks, key heads, keys of a block, width * bits / 32]
     device T* key_scales [[buffer(6)]],         // [blocks, key heads, keys of a block, width / group size]
-    device T* key_biases [[buffer(7)]],
-    device uint* value_words [[buffer(8)]],
-    device T* value_scales [[buffer(9)]],
-    device T* value_biases [[buffer(10)]],
-    constant QuantizedPagedAppendParams& quantized [[buffer(11)]],
-    uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device T* key_biases [[buffer(7)]], device uint* value_words [[buffer(8)]], device T* value_scales [[buffer(9)]],
+    device T* value_biases [[buffer(10)]], constant QuantizedPagedAppendParams& quantized [[buffer(11)]],
+    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   constant PagedAppendParams& params = quantized.append;
   const uint of_row = max(params.tokens, 1u);
   const uint batch = group.x / of_row;
@@ -104,8 +97,8 @@ template <typename T>
   const Packed packed = pack_group(numbers, count, quantized.bits, lane);
   const uint words = count * quantized.bits;  // of a group
   if (lane < words) {
-    device uint* to = is_value ? value_words + place_of(key, head, params.values)
-                               : key_words + place_of(key, head, params.keys);
+    device uint* to =
+        is_value ? value_words + place_of(key, head, params.values) : key_words + place_of(key, head, params.keys);
     to[own_group * words + lane] = packed.word;
   }
   if (lane == 0) {

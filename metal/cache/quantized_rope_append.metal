@@ -35,14 +35,11 @@ template <typename T, bool Normed>
     device uint* key_words [[buffer(8)]],       // [batch, key heads, key capacity, width * bits / 32]
     device T* key_scales [[buffer(9)]],         // [batch, key heads, key capacity, width / group size]
     device T* key_biases [[buffer(10)]],
-    device uint* value_words [[buffer(11)]],    // [batch, key heads, value capacity, width * bits / 32]
-    device T* value_scales [[buffer(12)]],      // [batch, key heads, value capacity, width / group size]
-    device T* value_biases [[buffer(13)]],
-    constant QuantizedRopeAppendParams& quantized [[buffer(14)]],
-    uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device uint* value_words [[buffer(11)]],  // [batch, key heads, value capacity, width * bits / 32]
+    device T* value_scales [[buffer(12)]],    // [batch, key heads, value capacity, width / group size]
+    device T* value_biases [[buffer(13)]], constant QuantizedRopeAppendParams& quantized [[buffer(14)]],
+    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   constant RopeAppendParams& params = quantized.rope;
   const uint batch = group.x / params.tokens;
   const uint token = group.x % params.tokens;
@@ -54,9 +51,8 @@ template <typename T, bool Normed>
   const uint query_items = params.query_heads * parts;
   if (item < query_items) {
     const uint head = item / parts;
-    const Head<T, Normed> turned =
-        load_head<T, Normed>(
-            row_of(new_queries, params.query_strides, batch, head, token), query_norm, width, 1.0f, params, lane);
+    const Head<T, Normed> turned = load_head<T, Normed>(
+        row_of(new_queries, params.query_strides, batch, head, token), query_norm, width, 1.0f, params, lane);
     device T* target = queries + (size_t(batch * params.query_heads + head) * params.tokens + token) * width;
     rotate_part<T, Normed>(turned, freqs, target, params, at, item % parts * 32 + lane, 32 * parts);
     return;
@@ -79,9 +75,8 @@ template <typename T, bool Normed>
       values[i] = i < count ? float(row[first + i]) : 0.0f;
     }
   } else {
-    const Head<T, Normed> turned =
-        load_head<T, Normed>(
-            row_of(new_keys, params.key_strides, batch, own_head, token), key_norm, width, 1.0f, params, lane);
+    const Head<T, Normed> turned = load_head<T, Normed>(
+        row_of(new_keys, params.key_strides, batch, own_head, token), key_norm, width, 1.0f, params, lane);
 #pragma unroll
     for (uint i = 0; i < most_values; ++i) {
       values[i] = i < count ? float(rotated<T, Normed>(turned, freqs, params, at, first + i)) : 0.0f;

@@ -38,10 +38,8 @@ template <typename T, bool Normed>
     device T* queries [[buffer(9)]],            // [batch, query heads, tokens, width]
     device T* keys [[buffer(10)]],              // [batch, key heads, key capacity, width]
     device T* values [[buffer(11)]],            // [batch, key heads, value capacity, value width]
-    constant RopeAppendParams& params [[buffer(12)]],
-    uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    constant RopeAppendParams& params [[buffer(12)]], uint2 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const uint batch = group.x / params.tokens;
   const uint token = group.x % params.tokens;
@@ -50,7 +48,8 @@ template <typename T, bool Normed>
   const uint turned_items = (params.query_heads + params.key_heads) * ((width + 63) / 64);
   const bool is_value = item >= turned_items;
   item -= is_value ? turned_items : 0;
-  const uint parts = max(((is_value ? params.value_width : width) + 63) / 64, 1u);  // of a head, which may have no values
+  const uint parts =
+      max(((is_value ? params.value_width : width) + 63) / 64, 1u);  // of a head, which may have no values
   const uint head = item / parts;
   const uint first = item % parts * 32 + lane;
   const uint step = 32 * parts;
@@ -60,8 +59,9 @@ template <typename T, bool Normed>
       return;
     }
     const device T* row = row_of(new_values, params.value_strides, batch, head, token);
-    device T* target = values + (size_t(batch * params.key_heads + head) * params.value_capacity + params.first +
-                                 token) * params.value_width;
+    device T* target =
+        values +
+        (size_t(batch * params.key_heads + head) * params.value_capacity + params.first + token) * params.value_width;
     if (params.has_value_norm) {
       const Head<T, true> normed =
           load_head<T, true>(row, value_norm, params.value_width, params.value_scale, params, lane);
@@ -76,7 +76,7 @@ template <typename T, bool Normed>
     return;
   }
   const bool is_query = head < params.query_heads;
-  const device T* row;     // its columns before params.begin
+  const device T* row;      // its columns before params.begin
   const device T* to_turn;  // and the others
   device T* target;
   if (is_query) {

@@ -99,13 +99,16 @@ inline void add_rows(
 }
 
 template <typename T, bool packs, int M, int R>
-[[kernel, threads_at_most(256, M == 2 ? 640 : M == 4 ? 448 : 384)]] void gemv_rows(
+[[ kernel, threads_at_most(
+               256, M == 2   ? 640
+                    : M == 4 ? 448
+                             : 384) ]] void
+gemv_rows(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [rows, outputs], or float [splits, rows, outputs]
-    constant GemvParams& params [[buffer(4)]],
-    thread_of_plane) {
+    constant GemvParams& params [[buffer(4)]], thread_of_plane) {
   static_assert(R == gemv_outputs(M), "the plan counts with other outputs");
   constexpr int W = packs ? pack_size<T>() : 1;
   constexpr int C = R * M;
@@ -193,22 +196,19 @@ template <typename T, bool packs, int M, int R>
   const uint m = index % M;
   if (index < C && r < valid && m < rows) {
     const uint output = first_output + r;
-    const SplitPlace place{
-        group.z, params.splits, size_t(params.rows) * params.outputs, params.has_bias != 0};
+    const SplitPlace place{group.z, params.splits, size_t(params.rows) * params.outputs, params.has_bias != 0};
     store_split(y, size_t(first_row + m) * params.outputs + output, sum, bias, output, place);
   }
 }
 
 template <typename T, bool packs, int M>
-[[kernel, threads_at_most(256, packs ? 384 : 512)]] void gemv_columns(
+[[ kernel, threads_at_most(256, packs ? 384 : 512) ]] void gemv_columns(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [columns, outputs]
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [rows, outputs], or float [splits, rows, outputs]
-    constant GemvParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
+    constant GemvParams& params [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int W = packs ? pack_size<T>() : 1;
   constexpr int ahead = M > 4 ? 2 : 4;  // rows of weights on their way at once

@@ -158,8 +158,7 @@ template <typename T, int MB, int N, int most>
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [rows, outputs], or float [splits, rows, outputs]
-    constant GemvParams& params [[buffer(4)]],
-    thread_of_simdgroups) {
+    constant GemvParams& params [[buffer(4)]], thread_of_simdgroups) {
   using Partials = TilePartials<N, MB>;
   constexpr int U = gemv_runs(Partials::rows, Partials::outputs);
   constexpr uint width = U * run<T>();

@@ -20,8 +20,7 @@ template <typename T, BlockKind kind, int M>
     const device uchar* blocks [[buffer(1)]],  // [outputs, row_bytes]
     const device T* bias [[buffer(2)]],        // [outputs]
     device T* y [[buffer(3)]],                 // [rows, outputs]
-    constant BlocksParams& params [[buffer(4)]],
-    thread_of_plane) {
+    constant BlocksParams& params [[buffer(4)]], thread_of_plane) {
   threadgroup float partials[kProductSimdgroups * kRowOutputs * M];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const uint first_row = group.y * M;

@@ -51,10 +51,8 @@ template <typename T, BlockKind kind>
 [[kernel, max_total_threads_per_threadgroup(256)]] void block_quantize(
     const device T* w [[buffer(0)]],     // [count, 32]
     device uchar* blocks [[buffer(1)]],  // [count, bytes of a block]
-    constant BlockCountParams& params [[buffer(2)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    constant BlockCountParams& params [[buffer(2)]], uint group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const uint block = group * simdgroups + simdgroup;
   if (block >= params.count) {
@@ -118,8 +116,7 @@ template <typename T>
 [[kernel, max_total_threads_per_threadgroup(256)]] void block_dequantize(
     const device uchar* blocks [[buffer(0)]],  // [count, bytes of a block]
     device T* w [[buffer(1)]],                 // [count, weights of a block]
-    constant DequantizeParams& params [[buffer(2)]],
-    uint at [[thread_position_in_grid]]) {
+    constant DequantizeParams& params [[buffer(2)]], uint at [[thread_position_in_grid]]) {
   if (at >= params.runs) {
     return;
   }

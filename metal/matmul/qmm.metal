@@ -19,8 +19,7 @@ template <typename T, QuantizedFormat F>
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [batch, outputs, columns]
     const device T* bias [[buffer(4)]],           // [outputs]
     device T* y [[buffer(5)]],                    // [batch, rows, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    thread_of_plane) {
+    constant QuantizedParams& params [[buffer(6)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, 16>;
   threadgroup float partials[MatrixPartials::all];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};

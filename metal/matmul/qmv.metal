@@ -17,12 +17,11 @@ using namespace mittens;
 
 template <typename T, QuantizedFormat F, int M>
 [[kernel, max_total_threads_per_threadgroup(256)]] void qmv(
-    const device T* x [[buffer(0)]],     // [batch, rows, columns]
+    const device T* x [[buffer(0)]],              // [batch, rows, columns]
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [batch, outputs, columns]
-    const device T* bias [[buffer(4)]],  // [outputs]
-    device T* y [[buffer(5)]],           // [batch, rows, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    thread_of_plane) {
+    const device T* bias [[buffer(4)]],           // [outputs]
+    device T* y [[buffer(5)]],                    // [batch, rows, outputs]
+    constant QuantizedParams& params [[buffer(6)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, kRunColumns>;
   constexpr int R = row_outputs(M, sizeof(T));
   threadgroup float partials[kProductSimdgroups * R * M];
@@ -36,16 +35,15 @@ template <typename T, QuantizedFormat F, int M>
 
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void qmv_sum(
-    const device T* x [[buffer(0)]],  // [columns]
+    const device T* x [[buffer(0)]],              // [columns]
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [outputs, columns]
-    const device T* bias [[buffer(4)]],         // [outputs]
-    const device T* residual [[buffer(5)]],     // [outputs]
-    const device T* norm_weight [[buffer(6)]],  // [outputs]
-    device T* sum [[buffer(7)]],                // [outputs]
-    device float* scaled [[buffer(8)]],         // [outputs], sum * norm_weight
-    device float* squares [[buffer(9)]],        // [blocks], of the sum
-    constant QuantizedParams& params [[buffer(10)]],
-    thread_of_plane) {
+    const device T* bias [[buffer(4)]],           // [outputs]
+    const device T* residual [[buffer(5)]],       // [outputs]
+    const device T* norm_weight [[buffer(6)]],    // [outputs]
+    device T* sum [[buffer(7)]],                  // [outputs]
+    device float* scaled [[buffer(8)]],           // [outputs], sum * norm_weight
+    device float* squares [[buffer(9)]],          // [blocks], of the sum
+    constant QuantizedParams& params [[buffer(10)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, kRunColumns>;
   constexpr int R = kRowOutputs;
   threadgroup float partials[kProductSimdgroups * R];
@@ -53,8 +51,7 @@ template <typename T, QuantizedFormat F>
   const uint block = group.x * threads.y + thread_at.y;
   const OwnOutputs outputs = outputs_of<R>(params.outputs, block);
   const RowsOfX<T> rows = {x, params.columns, 1};
-  const typename Rows::Source matrix[1] = {
-      Rows::of(w, w_scales, w_biases, params, 0).at(outputs.first, outputs.alone)};
+  const typename Rows::Source matrix[1] = {Rows::of(w, w_scales, w_biases, params, 0).at(outputs.first, outputs.alone)};
   float totals[R];
   dot_rows<1, R, 1>(rows, matrix, at, totals);
   const float product[1] = {sum_of_sharers(totals, at, partials)};

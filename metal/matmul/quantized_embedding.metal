@@ -23,7 +23,8 @@ struct Integral {
 
   static Rows rows(
       const device uint* words, const device T* scales, const device T* biases, constant EmbeddingParams& params) {
-    return {{words, scales, biases, params.words_stride, params.scales_stride, params.biases_stride}, params.group_shift};
+    return {
+        {words, scales, biases, params.words_stride, params.scales_stride, params.biases_stride}, params.group_shift};
   }
 
   static void weights(typename Rows::Run run, thread T (&w)[Values::size]) {
@@ -79,8 +80,7 @@ template <typename T, typename Scale, typename Format>
     const device Scale* scales [[buffer(2)]],  // [rows, groups]
     const device Scale* biases [[buffer(3)]],  // [rows, groups]; nothing that has none reads them
     device T* y [[buffer(4)]],                 // [count, columns]
-    constant EmbeddingParams& params [[buffer(5)]],
-    uint at [[thread_position_in_grid]]) {
+    constant EmbeddingParams& params [[buffer(5)]], uint at [[thread_position_in_grid]]) {
   constexpr int E = Format::Values::size;
   constexpr int W = pack_size<T>();
   const uint runs = params.columns / E;

@@ -25,8 +25,7 @@ enum QuantizedFormat {
 template <typename T, QuantizedFormat F, int E, bool holds_floats = (F >= mxfp4)>
 struct QuantizedRows {
   using Scale = conditional_t<holds_floats, uchar, T>;
-  using Source =
-      conditional_t<holds_floats, FloatRows<F == mxfp8 ? 8 : 4, F == nvfp4 ? 4 : 5, E>, Affine<T, F, E>>;
+  using Source = conditional_t<holds_floats, FloatRows<F == mxfp8 ? 8 : 4, F == nvfp4 ? 4 : 5, E>, Affine<T, F, E>>;
 
   // Matrix `index` of a stack.
   static Source of(

@@ -23,8 +23,7 @@ template <typename T, QuantizedFormat F, int M>
     quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [outputs, columns]
     quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
     device T* y [[buffer(7)]],                       // [rows, outputs]
-    constant QuantizedParams& params [[buffer(8)]],
-    thread_of_plane) {
+    constant QuantizedParams& params [[buffer(8)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, 16>;
   constexpr int R = row_outputs(M, sizeof(T)) / 2;
   threadgroup float partials[kProductSimdgroups * 2 * R * M];
@@ -37,7 +36,8 @@ template <typename T, QuantizedFormat F, int M>
   const typename Rows::Source matrices[2] = {
       Rows::of(gate, gate_scales, gate_biases, params, 0), Rows::of(up, up_scales, up_biases, params, 0)};
   const device T* no_bias = nullptr;
-  multiply_by_rows<M, R>(rows, matrices, no_bias, y, first_row, group.x * threads.y + thread_at.y, params, at, partials);
+  multiply_by_rows<M, R>(
+      rows, matrices, no_bias, y, first_row, group.x * threads.y + thread_at.y, params, at, partials);
 }
 
 template <typename T, QuantizedFormat F>
@@ -47,8 +47,7 @@ template <typename T, QuantizedFormat F>
     quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
     const device float* squares [[buffer(7)]],       // [blocks]
     device T* y [[buffer(8)]],                       // [outputs]
-    constant NormedSwigluParams& params [[buffer(9)]],
-    thread_of_plane) {
+    constant NormedSwigluParams& params [[buffer(9)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, 16>;
   constexpr int R = kRowOutputs / 2;
   constexpr int C = 2 * R;
@@ -79,8 +78,7 @@ template <typename T, QuantizedFormat F>
     quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [outputs, columns]
     quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
     device T* y [[buffer(7)]],                       // [rows, outputs]
-    constant QuantizedParams& params [[buffer(8)]],
-    thread_of_plane) {
+    constant QuantizedParams& params [[buffer(8)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, 16>;
   threadgroup float partials[MatrixPartials::all];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};

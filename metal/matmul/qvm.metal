@@ -18,12 +18,11 @@ using namespace mittens;
 
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void qvm(
-    const device T* x [[buffer(0)]],     // [batch, rows, columns]
+    const device T* x [[buffer(0)]],              // [batch, rows, columns]
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [batch, columns, outputs]
-    const device T* bias [[buffer(4)]],  // [outputs]
-    device T* y [[buffer(5)]],           // [batch, rows, outputs], or float [splits, batch, rows, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    thread_of_plane) {
+    const device T* bias [[buffer(4)]],           // [outputs]
+    device T* y [[buffer(5)]],                    // [batch, rows, outputs], or float [splits, batch, rows, outputs]
+    constant QuantizedParams& params [[buffer(6)]], thread_of_plane) {
   constexpr uint outputs = kTransposedOutputs;
   constexpr int C = outputs / 8;
   constexpr uint step = kTransposedStep;

@@ -47,7 +47,7 @@ struct RowsOfX {
   const device T* x;  // 16-byte aligned
   uint columns;       // whole runs, from row to row too
   uint rows;
-  uint first = 0;     // where they begin
+  uint first = 0;  // where they begin
 
   // The offset of row m, by that of the row before: an offset of each row would take a register.
   uint offset(int m, uint column, uint before) const {
@@ -210,14 +210,13 @@ inline OwnOutputs outputs_of(uint outputs, uint block) {
 struct Sharing {
   uint position;  // among the sharers' threads
   uint sharers;
-  uint block;    // of outputs, in the threadgroup
+  uint block;  // of outputs, in the threadgroup
   uint lane;
 };
 
 // totals[(s * R + r) * M + m] = x[m] * row r of source s, over the lane's columns.
 template <int N, int R, int M, typename X, typename Source>
-inline void dot_rows(
-    thread const X& x, thread const Source (&w)[N], Sharing at, thread float (&totals)[N * R * M]) {
+inline void dot_rows(thread const X& x, thread const Source (&w)[N], Sharing at, thread float (&totals)[N * R * M]) {
   using T = typename X::Type;
   using Values = typename Source::Values;
 #pragma unroll

@@ -14,8 +14,7 @@ template <typename T>
     const device float* sums [[buffer(0)]],  // [splits, rows, outputs]
     const device T* bias [[buffer(1)]],      // [outputs]
     device T* y [[buffer(2)]],               // [rows, outputs]
-    constant SplitSumParams& params [[buffer(3)]],
-    uint index [[thread_position_in_grid]]) {
+    constant SplitSumParams& params [[buffer(3)]], uint index [[thread_position_in_grid]]) {
   const uint plane = params.rows * params.outputs;
   if (index < plane) {
     float sum = 0;

@@ -8,7 +8,7 @@
 namespace mittens {
 
 struct RowSpan {
-  uint head;   // single elements before the first pack
+  uint head;  // single elements before the first pack
   uint packs;
   uint edges;  // single elements at both ends: fewer than two packs' worth
 };

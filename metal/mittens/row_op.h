@@ -95,8 +95,8 @@ inline PartsOf<Op, N> row_input(
 
 template <int N, typename First, typename Op, typename Team>
 inline RowParts<typename Op::Element, 1, N> row_input(
-    First first, Team team, uint columns, Op op, RowPlace place, RowBatch batch,
-    thread const PartsOf<First, N>& parts, thread const WeightParts<First, N>& weights) {
+    First first, Team team, uint columns, Op op, RowPlace place, RowBatch batch, thread const PartsOf<First, N>& parts,
+    thread const WeightParts<First, N>& weights) {
   typename First::Row terms = typename First::Row();
   if constexpr (First::reduces) {
     terms = first.done(team.all(first, first.of(parts, batch)), columns);
@@ -123,8 +123,7 @@ inline void row_held(First first, Op op, Team team, constant RowParams& params, 
   // Where weights would take too many registers from the row, they are on their way from its own sums on.
   constexpr bool late = Op::reduces && (Op::weights > 1 || (!is_same_v<First, NoOp> && N > 2));
   const RowPlace place = row_place<typename Op::Element>(lead.rows[0].phase, row, params, whole);
-  const RowBatch batch =
-      RowBatch{team.t, team.stride, place.span.packs, team.t, !whole && team.t < place.span.edges};
+  const RowBatch batch = RowBatch{team.t, team.stride, place.span.packs, team.t, !whole && team.t < place.span.edges};
   PartsOf<Lead, N> parts;
   WeightParts<Lead, N> lead_weights;
   WeightParts<Op, N> weights;
@@ -228,8 +227,8 @@ inline ThreadgroupTeam threadgroup_team(constant RowParams& params, RowThread th
 
 template <int N, typename First, typename Op>
 inline void run_rows(
-    InThreadgroup<N>, First first, Op op, constant RowParams& params, RowThread thread_of,
-    threadgroup float* scratch, device float* = nullptr) {
+    InThreadgroup<N>, First first, Op op, constant RowParams& params, RowThread thread_of, threadgroup float* scratch,
+    device float* = nullptr) {
   const ThreadgroupTeam team = threadgroup_team(params, thread_of, scratch);
   if (params.whole) {
     row_held<N>(first, op, team, params, thread_of.group, true);
@@ -240,11 +239,10 @@ inline void run_rows(
 
 template <int N, int Threads, typename First, typename Op>
 inline void run_rows(
-    Looped<N, Threads>, First first, Op op, constant RowParams& params, RowThread thread_of,
-    threadgroup float* scratch, device float* = nullptr) {
+    Looped<N, Threads>, First first, Op op, constant RowParams& params, RowThread thread_of, threadgroup float* scratch,
+    device float* = nullptr) {
   const auto lead = lead_of(first, op);
-  const RowPlace place =
-      row_place<typename Op::Element>(lead.rows[0].phase, thread_of.group, params, false);
+  const RowPlace place = row_place<typename Op::Element>(lead.rows[0].phase, thread_of.group, params, false);
   const RowRange range = RowRange{place, 0, place.span.packs, true, thread_of.t, thread_of.threads};
   ThreadgroupTeam team = threadgroup_team(params, thread_of, scratch);
   typename First::Row first_terms = typename First::Row();

@@ -75,8 +75,7 @@ inline void write_next(
       }
       if (N > ahead) {
         const bool aligned = place.weight_aligned<T>(op.columns[c].phase);
-        weights.packs[c][ahead - 1] =
-            load_weight(op.columns[c], aligned, place, p + ahead * batch.stride, batch.end);
+        weights.packs[c][ahead - 1] = load_weight(op.columns[c], aligned, place, p + ahead * batch.stride, batch.end);
       }
     }
   }
@@ -142,8 +141,8 @@ inline RowParts<typename Op::Element, 1, N> rewrite_parts(
         for (int c = 0; c < Op::weights; ++c) {
           const bool weight_aligned = place.weight_aligned<T>(op.columns[c].phase);
           w[c] = i < WeightParts<Op, N>::ahead
-              ? weights.packs[c][i]
-              : load_weight(op.columns[c], weight_aligned, place, batch.pack(i), batch.end);
+                     ? weights.packs[c][i]
+                     : load_weight(op.columns[c], weight_aligned, place, batch.pack(i), batch.end);
         }
       }
       result.packs[0][i] = write_pack(op, row, x, w);

@@ -20,8 +20,7 @@ template <typename T>
     const device uint* matrices [[buffer(2)]],  // [pairs]
     const device uint* inputs [[buffer(3)]],    // [pairs]
     device T* y [[buffer(4)]],                  // [pairs, rows, outputs]
-    constant GatherMmParams& params [[buffer(5)]],
-    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
+    constant GatherMmParams& params [[buffer(5)]], lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr int R = kGatherOutputs;
   constexpr int W = pack_size<T>();
   const uint first = (group.x * simdgroups + simdgroup) * R;

@@ -17,15 +17,14 @@ using namespace mittens;
 
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(32 * kMostSummed)]] void gather_qmm(
-    const device T* x [[buffer(0)]],     // [inputs, rows, columns]
+    const device T* x [[buffer(0)]],              // [inputs, rows, columns]
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
-    const device T* bias [[buffer(4)]],         // [matrices, outputs]
-    const device float* weights [[buffer(5)]],  // [pairs], of T where weights_of_sum says so
-    const device uint* matrices [[buffer(6)]],  // [pairs]
-    const device uint* inputs [[buffer(7)]],    // [pairs]
-    device T* y [[buffer(8)]],                  // [sums, rows, outputs]
-    constant GatherQmmParams& params [[buffer(9)]],
-    thread_of_plane) {
+    const device T* bias [[buffer(4)]],           // [matrices, outputs]
+    const device float* weights [[buffer(5)]],    // [pairs], of T where weights_of_sum says so
+    const device uint* matrices [[buffer(6)]],    // [pairs]
+    const device uint* inputs [[buffer(7)]],      // [pairs]
+    device T* y [[buffer(8)]],                    // [sums, rows, outputs]
+    constant GatherQmmParams& params [[buffer(9)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, F == affine_8 ? 8 : 16>;  // fewer columns take fewer registers
   constexpr int R = kRowOutputs;
   threadgroup float partials[kMostSummed * R];
@@ -74,14 +73,10 @@ template <typename T, QuantizedFormat F>
 // The same, without weights, where several pairs have one matrix (moe/shared_pairs.h).
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void gather_qmm_shared(
-    const device T* x [[buffer(0)]],     // as of gather_qmm without weights, from here on
-    quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),
-    const device T* bias [[buffer(4)]],
-    const device uint* matrices [[buffer(5)]],
-    const device uint* inputs [[buffer(6)]],
-    device T* y [[buffer(7)]],
-    constant GatherQmmParams& params [[buffer(8)]],
-    thread_of_plane) {
+    const device T* x [[buffer(0)]],  // as of gather_qmm without weights, from here on
+    quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>), const device T* bias [[buffer(4)]],
+    const device uint* matrices [[buffer(5)]], const device uint* inputs [[buffer(6)]], device T* y [[buffer(7)]],
+    constant GatherQmmParams& params [[buffer(8)]], thread_of_plane) {
   threadgroup float partials[kProductSimdgroups * kRowOutputs * kMostShared];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const SharedPairs shared = shared_pairs(matrices, params.weights.matrices, group.z, lane);

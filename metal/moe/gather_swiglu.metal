@@ -16,16 +16,15 @@ using namespace mittens;
 
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void gather_swiglu(
-    const device T* x [[buffer(0)]],        // [inputs, rows, columns]
+    const device T* x [[buffer(0)]],                 // [inputs, rows, columns]
     quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
     quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
-    const device T* gate_bias [[buffer(7)]],    // [matrices, outputs]
-    const device T* up_bias [[buffer(8)]],      // [matrices, outputs]
-    const device uint* matrices [[buffer(9)]],  // [pairs]
-    const device uint* inputs [[buffer(10)]],   // [pairs]
-    device T* y [[buffer(11)]],                 // [pairs, rows, outputs]
-    constant GatherQmmParams& params [[buffer(12)]],
-    thread_of_plane) {
+    const device T* gate_bias [[buffer(7)]],         // [matrices, outputs]
+    const device T* up_bias [[buffer(8)]],           // [matrices, outputs]
+    const device uint* matrices [[buffer(9)]],       // [pairs]
+    const device uint* inputs [[buffer(10)]],        // [pairs]
+    device T* y [[buffer(11)]],                      // [pairs, rows, outputs]
+    constant GatherQmmParams& params [[buffer(12)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, 8>;
   constexpr int R = kRowOutputs / 2;
   constexpr int C = 2 * R;
@@ -59,16 +58,12 @@ template <typename T, QuantizedFormat F>
 // The same where several pairs have the same matrices (moe/shared_pairs.h).
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void gather_swiglu_shared(
-    const device T* x [[buffer(0)]],        // as of gather_swiglu, from here on
+    const device T* x [[buffer(0)]],                 // as of gather_swiglu, from here on
     quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
     quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
-    const device T* gate_bias [[buffer(7)]],
-    const device T* up_bias [[buffer(8)]],
-    const device uint* matrices [[buffer(9)]],
-    const device uint* inputs [[buffer(10)]],
-    device T* y [[buffer(11)]],
-    constant GatherQmmParams& params [[buffer(12)]],
-    thread_of_plane) {
+    const device T* gate_bias [[buffer(7)]], const device T* up_bias [[buffer(8)]],
+    const device uint* matrices [[buffer(9)]], const device uint* inputs [[buffer(10)]], device T* y [[buffer(11)]],
+    constant GatherQmmParams& params [[buffer(12)]], thread_of_plane) {
   threadgroup float partials[kProductSimdgroups * kRowOutputs * kMostShared];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const SharedPairs shared = shared_pairs(matrices, params.weights.matrices, group.z, lane);

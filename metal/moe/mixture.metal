@@ -25,9 +25,9 @@ using namespace mittens;
 
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void mixture_swiglu(
-    const device T* x [[buffer(0)]],  // [tokens, columns]
-    quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
-    quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),  // as gate
+    const device T* x [[buffer(0)]],                        // [tokens, columns]
+    quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),         // [matrices, outputs, columns]
+    quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),           // as gate
     quantized_matrix(shared_gate, 7, 8, 9, ScaleOf<T, F>),  // [outputs, columns]
     quantized_matrix(shared_up, 10, 11, 12, ScaleOf<T, F>),
     const device T* gate_bias [[buffer(13)]],        // [matrices, outputs]
@@ -50,8 +50,7 @@ template <typename T, QuantizedFormat F>
   const bool own = i == params.route.k;  // the shared expert's
   if (!own) {
     if (thread_at.y == 0 && thread_at.x < 32) {
-      find_expert(
-          logits, router_bias, indices, weights, token, i, group.x, params.route, lane, scores, keys, found);
+      find_expert(logits, router_bias, indices, weights, token, i, group.x, params.route, lane, scores, keys, found);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -61,11 +60,12 @@ template <typename T, QuantizedFormat F>
   const OwnOutputs outputs = outputs_of<R>(shape.outputs, group.x * threads.y + thread_at.y);
   const RowsOfX<T> rows = {x + size_t(token) * shape.columns, shape.columns, 1};
   const typename Rows::Source both[2] = {
-      Rows::of(own ? shared_gate : gate, own ? shared_gate_scales : gate_scales,
-               own ? shared_gate_biases : gate_biases, shape, expert)
+      Rows::of(
+          own ? shared_gate : gate, own ? shared_gate_scales : gate_scales, own ? shared_gate_biases : gate_biases,
+          shape, expert)
           .at(outputs.first, outputs.alone),
-      Rows::of(own ? shared_up : up, own ? shared_up_scales : up_scales, own ? shared_up_biases : up_biases, shape,
-               expert)
+      Rows::of(
+          own ? shared_up : up, own ? shared_up_scales : up_scales, own ? shared_up_biases : up_biases, shape, expert)
           .at(outputs.first, outputs.alone)};
   const float addend = gated_addend<R>(gate_bias, up_bias, expert, !own, shape, outputs, at.position);
   float totals[C];
@@ -98,11 +98,10 @@ inline float sum_of_experts(
   const bool own = i == params.route.k;  // the shared expert's
   const uint place = token * params.route.k + (own ? 0 : i);
   const uint expert = own ? 0 : indices[place];
-  const RowsOfX<T> rows = {
-      x + (size_t(token) * params.experts.pairs_per_sum + i) * shape.columns, shape.columns, 1};
-  const typename Rows::Source matrix[1] = {Rows::of(own ? shared_w : w, own ? shared_w_scales : w_scales,
-                                                    own ? shared_w_biases : w_biases, shape, expert)
-                                               .at(outputs.first, outputs.alone)};
+  const RowsOfX<T> rows = {x + (size_t(token) * params.experts.pairs_per_sum + i) * shape.columns, shape.columns, 1};
+  const typename Rows::Source matrix[1] = {
+      Rows::of(own ? shared_w : w, own ? shared_w_scales : w_scales, own ? shared_w_biases : w_biases, shape, expert)
+          .at(outputs.first, outputs.alone)};
   float addend = 0;
   if (shape.has_bias && !own && at.lane < R) {
     addend = float(bias[size_t(expert) * shape.outputs + outputs.first + (outputs.alone ? 0 : at.lane)]);

@@ -133,8 +133,7 @@ inline uint take_expert(threadgroup uint* keys, constant RouteParams& params, ui
 }
 
 // The weight of the expert that a lane has, one for each of the k places. All lanes take part, once all have scored.
-inline float weight_of_chosen(
-    threadgroup const float* scores, uint chosen, constant RouteParams& params, uint lane) {
+inline float weight_of_chosen(threadgroup const float* scores, uint chosen, constant RouteParams& params, uint lane) {
   const bool has_one = lane < params.k;
   const float score = has_one ? scores[chosen] : 0.0f;
   float weight = score;

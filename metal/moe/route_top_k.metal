@@ -16,8 +16,7 @@ template <typename T>
     const device float* bias [[buffer(1)]],  // [experts]
     device uint* indices [[buffer(2)]],      // [rows, k]
     device T* weights [[buffer(3)]],         // [rows, k]
-    constant RouteParams& params [[buffer(4)]],
-    uint row [[threadgroup_position_in_grid]],
+    constant RouteParams& params [[buffer(4)]], uint row [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float scores[kMostExperts];
   threadgroup uint keys[kMostExperts];

@@ -39,8 +39,7 @@ template <typename T, typename Schedule>
     device T* y [[buffer(3)]],               // [rows, columns]
     device T* sum [[buffer(4)]],             // [rows, columns]
     device float* partials [[buffer(5)]],    // [rows, splits]
-    constant RowOpParams& params [[buffer(6)]],
-    row_thread_parameters) {
+    constant RowOpParams& params [[buffer(6)]], row_thread_parameters) {
   threadgroup float scratch[32];
   const AddRows<T> add = {{input_of(x, params, 0), input_of(residual, params, 1)}, output_of(sum, params, 1)};
   const RmsNorm<T> norm = {

@@ -16,8 +16,7 @@ template <typename Schedule>
     const device half* next_weight [[buffer(3)]],  // [columns]
     device half* y [[buffer(4)]],                  // [rows, columns]
     device half* sum [[buffer(5)]],                // [rows, columns]
-    constant RowOpParams& params [[buffer(6)]],
-    row_thread_parameters) {
+    constant RowOpParams& params [[buffer(6)]], row_thread_parameters) {
   threadgroup float scratch[64];
   run_norm_add_norm<true>(Schedule(), x, residual, weight, next_weight, y, sum, params, row_thread, scratch);
 }

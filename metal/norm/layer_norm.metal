@@ -64,8 +64,7 @@ template <typename T, typename Schedule>
     const device T* bias [[buffer(2)]],    // [columns]
     device T* y [[buffer(3)]],             // [rows, columns]
     device float* partials [[buffer(4)]],  // [rows, splits, 3]: count, mean, m2
-    constant RowOpParams& params [[buffer(5)]],
-    row_thread_parameters) {
+    constant RowOpParams& params [[buffer(5)]], row_thread_parameters) {
   threadgroup float scratch[96];
   const LayerNorm<T> op = {
       {input_of(x, params, 0)},

@@ -21,8 +21,7 @@ template <typename T, typename Schedule>
     const device T* next_weight [[buffer(3)]],  // [columns]
     device T* y [[buffer(4)]],                  // [rows, columns]
     device T* sum [[buffer(5)]],                // [rows, columns]
-    constant RowOpParams& params [[buffer(6)]],
-    row_thread_parameters) {
+    constant RowOpParams& params [[buffer(6)]], row_thread_parameters) {
   threadgroup float scratch[64];
   run_norm_add_norm<false>(Schedule(), x, residual, weight, next_weight, y, sum, params, row_thread, scratch);
 }

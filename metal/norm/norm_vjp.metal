@@ -35,8 +35,8 @@ inline VjpSums<Centred> merge(VjpSums<Centred> a, VjpSums<Centred> b) {
     return {Moments{0, 0, a.moments.m2 + b.moments.m2}, 0, a.products + b.products};
   }
   const Moments all = merge<T>(a.moments, b.moments);
-  const float products = a.products + b.products + a.g * (a.moments.mean - all.mean) +
-      b.g * (b.moments.mean - all.mean);
+  const float products =
+      a.products + b.products + a.g * (a.moments.mean - all.mean) + b.g * (b.moments.mean - all.mean);
   return {all, a.g + b.g, products};
 }
 
@@ -194,20 +194,21 @@ inline NormVjp<T, Centred> vjp_op(
   const RowInput<T> weights = {weight, arrays.weight_phases[0], true, arrays.has_weights[0] == 0};
   const RowInput<T> added = {dsum, arrays.row_phases[3], false, params.has_dsum == 0};
   return NormVjp<T, Centred>{
-      {input_of(x, arrays, 0), input_of(dy, arrays, 1), weights, added}, output_of(dx, arrays, 0), arrays.eps,
+      {input_of(x, arrays, 0), input_of(dy, arrays, 1), weights, added},
+      output_of(dx, arrays, 0),
+      arrays.eps,
       arrays.weight_offsets[0]};
 }
 
 template <typename T, int N, bool Centred>
 [[kernel, max_total_threads_per_threadgroup(256)]] void norm_vjp_simd(
-    const device T* x [[buffer(0)]],        // [rows, columns]
-    const device T* weight [[buffer(1)]],   // [columns]
-    const device T* dy [[buffer(2)]],       // [rows, columns]
-    const device T* dsum [[buffer(3)]],     // [rows, columns]
-    device T* dx [[buffer(4)]],             // [rows, columns]
-    device float* partials [[buffer(5)]],   // [2][blocks, columns]
-    constant NormVjpParams& params [[buffer(6)]],
-    row_thread_parameters) {
+    const device T* x [[buffer(0)]],       // [rows, columns]
+    const device T* weight [[buffer(1)]],  // [columns]
+    const device T* dy [[buffer(2)]],      // [rows, columns]
+    const device T* dsum [[buffer(3)]],    // [rows, columns]
+    device T* dx [[buffer(4)]],            // [rows, columns]
+    device float* partials [[buffer(5)]],  // [2][blocks, columns]
+    constant NormVjpParams& params [[buffer(6)]], row_thread_parameters) {
   constexpr uint most_columns = 32 * N * 16 / sizeof(T);
   threadgroup float combined[Centred ? 2 * most_columns : most_columns];
   constant RowParams& geometry = params.arrays.row;
@@ -237,15 +238,14 @@ template <typename T, int N, bool Centred>
 }
 
 template <typename T, int N, bool Centred>
-[[kernel, threads_at_most(N == 1 ? 256 : 512, 512)]] void norm_vjp_block(
-    const device T* x [[buffer(0)]],        // [rows, columns]
-    const device T* weight [[buffer(1)]],   // [columns]
-    const device T* dy [[buffer(2)]],       // [rows, columns]
-    const device T* dsum [[buffer(3)]],     // [rows, columns]
-    device T* dx [[buffer(4)]],             // [rows, columns]
-    device float* partials [[buffer(5)]],   // [2][blocks, columns]
-    constant NormVjpParams& params [[buffer(6)]],
-    row_thread_parameters) {
+[[ kernel, threads_at_most(N == 1 ? 256 : 512, 512) ]] void norm_vjp_block(
+    const device T* x [[buffer(0)]],       // [rows, columns]
+    const device T* weight [[buffer(1)]],  // [columns]
+    const device T* dy [[buffer(2)]],      // [rows, columns]
+    const device T* dsum [[buffer(3)]],    // [rows, columns]
+    device T* dx [[buffer(4)]],            // [rows, columns]
+    device float* partials [[buffer(5)]],  // [2][blocks, columns]
+    constant NormVjpParams& params [[buffer(6)]], row_thread_parameters) {
   threadgroup float scratch[2 * 160];
   // On NVIDIA GPUs a thread of two packs of a half type has registers left for the next row.
   constexpr bool ahead = N == 1 || (N == 2 && (sizeof(T) == 4 || (is_nvidia && !Centred)));
@@ -259,12 +259,11 @@ template <typename T, int N, bool Centred>
 
 template <typename T, bool Centred>
 [[kernel, max_total_threads_per_threadgroup(256)]] void norm_vjp_statistics(
-    const device T* x [[buffer(0)]],          // [rows, columns]
-    const device T* weight [[buffer(1)]],     // [columns]
-    const device T* dy [[buffer(2)]],         // [rows, columns]
-    device float* statistics [[buffer(3)]],   // [rows, splits, 5]
-    constant NormVjpParams& params [[buffer(4)]],
-    row_thread_parameters) {
+    const device T* x [[buffer(0)]],         // [rows, columns]
+    const device T* weight [[buffer(1)]],    // [columns]
+    const device T* dy [[buffer(2)]],        // [rows, columns]
+    device float* statistics [[buffer(3)]],  // [rows, splits, 5]
+    constant NormVjpParams& params [[buffer(4)]], row_thread_parameters) {
   threadgroup float scratch[160];
   NormVjp<T, Centred> op = vjp_op<T, Centred>(x, weight, dy, nullptr, nullptr, params);
   op.rows[3].absent = true;
@@ -276,10 +275,8 @@ template <bool Centred>
 [[kernel, max_total_threads_per_threadgroup(256)]] void norm_vjp_coefficients(
     const device float* statistics [[buffer(0)]],  // [rows, splits, 5]
     device float4* coefficients [[buffer(1)]],     // [rows]: half_mean, n, slope, shift
-    constant NormVjpParams& params [[buffer(2)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    constant NormVjpParams& params [[buffer(2)]], uint group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   constant RowParams& geometry = params.arrays.row;
   const uint row = group * simdgroups + simdgroup;
@@ -302,17 +299,15 @@ template <bool Centred>
 // Threadgroups are numbered block by block; within a block each takes a pack of columns a thread.
 template <typename T, bool Centred>
 [[kernel, max_total_threads_per_threadgroup(256)]] void norm_vjp_columns(
-    const device T* x [[buffer(0)]],                   // [rows, columns]
-    const device T* weight [[buffer(1)]],              // [columns]
-    const device T* dy [[buffer(2)]],                  // [rows, columns]
-    const device T* dsum [[buffer(3)]],                // [rows, columns]
-    const device float4* coefficients [[buffer(4)]],   // [rows]
-    device T* dx [[buffer(5)]],                        // [rows, columns]
-    device float* partials [[buffer(6)]],              // [2][blocks, columns]
-    constant NormVjpParams& params [[buffer(7)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint t [[thread_position_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
+    const device T* x [[buffer(0)]],                  // [rows, columns]
+    const device T* weight [[buffer(1)]],             // [columns]
+    const device T* dy [[buffer(2)]],                 // [rows, columns]
+    const device T* dsum [[buffer(3)]],               // [rows, columns]
+    const device float4* coefficients [[buffer(4)]],  // [rows]
+    device T* dx [[buffer(5)]],                       // [rows, columns]
+    device float* partials [[buffer(6)]],             // [2][blocks, columns]
+    constant NormVjpParams& params [[buffer(7)]], uint group [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
   constant RowParams& geometry = params.arrays.row;
   const uint group_columns = threads * pack_size<T>();
   const uint groups = (geometry.columns + group_columns - 1) / group_columns;
@@ -332,10 +327,8 @@ template <typename T, int S>
     const device float* partials [[buffer(0)]],  // [2][blocks, columns]
     device T* dweight [[buffer(1)]],             // [columns]
     device T* dbias [[buffer(2)]],               // [columns]
-    constant ColumnSumParams& params [[buffer(3)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    constant ColumnSumParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float scratch[S][32];
   const uint groups = (params.columns + 31) / 32;
   const uint which = params.first + group / groups;

@@ -32,8 +32,7 @@ inline RmsNorm<T> norm_of_head(
     const device T* queries, const device T* keys, const device T* query_weight, const device T* key_weight,
     device T* normed_queries, device T* normed_keys, constant QkNormParams& params, uint row) {
   if (row < params.queries.rows) {
-    const WeightInput<T> weight =
-        WeightInput<T>{query_weight, params.query_weight_phase, params.has_query_weight != 0};
+    const WeightInput<T> weight = WeightInput<T>{query_weight, params.query_weight_phase, params.has_query_weight != 0};
     return norm_of_row(queries, weight, normed_queries, params.query_output_phase, params.queries, row, params);
   }
   const WeightInput<T> weight = WeightInput<T>{key_weight, params.key_weight_phase, params.has_key_weight != 0};
@@ -49,13 +48,12 @@ template <typename T, int L, int N>
     const device T* key_weight [[buffer(3)]],    // [width]
     device T* normed_queries [[buffer(4)]],      // [rows of queries, width]
     device T* normed_keys [[buffer(5)]],         // [rows of keys, width]
-    constant QkNormParams& params [[buffer(6)]],
-    row_thread_parameters) {
+    constant QkNormParams& params [[buffer(6)]], row_thread_parameters) {
   const uint row = (group * simdgroups + simdgroup) * (32 / L) + lane / L;
   const uint rows = params.queries.rows + params.keys.rows;
   const uint there = min(row, rows - 1);
-  const RmsNorm<T> op = norm_of_head(
-      queries, keys, query_weight, key_weight, normed_queries, normed_keys, params, there);
+  const RmsNorm<T> op =
+      norm_of_head(queries, keys, query_weight, key_weight, normed_queries, normed_keys, params, there);
   const LaneTeam<L> team = LaneTeam<L>{lane % L, L, lane, params.row.columns};
   // The array of one row has no second one: lanes past the last row take it.
   if (params.row.whole) {
@@ -73,11 +71,10 @@ template <typename T, int N>
     const device T* key_weight [[buffer(3)]],    // [width]
     device T* normed_queries [[buffer(4)]],      // [rows of queries, width]
     device T* normed_keys [[buffer(5)]],         // [rows of keys, width]
-    constant QkNormParams& params [[buffer(6)]],
-    row_thread_parameters) {
+    constant QkNormParams& params [[buffer(6)]], row_thread_parameters) {
   threadgroup float scratch[32];
-  const RmsNorm<T> op = norm_of_head(
-      queries, keys, query_weight, key_weight, normed_queries, normed_keys, params, group);
+  const RmsNorm<T> op =
+      norm_of_head(queries, keys, query_weight, key_weight, normed_queries, normed_keys, params, group);
   const RowThread thread_of = RowThread{0, t, threads, ThreadPosition{lane, simdgroup, simdgroups}};
   run_rows(Looped<N>(), NoOp(), op, params.row, thread_of, scratch);
 }

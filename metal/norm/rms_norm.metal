@@ -16,11 +16,13 @@ template <typename T, typename Schedule>
     const device T* weight [[buffer(1)]],  // [columns]
     device T* y [[buffer(2)]],             // [rows, columns]
     device float* partials [[buffer(3)]],  // [rows, splits]
-    constant RowOpParams& params [[buffer(4)]],
-    row_thread_parameters) {
+    constant RowOpParams& params [[buffer(4)]], row_thread_parameters) {
   threadgroup float scratch[32];
   const RmsNorm<T> op = {
-      {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps,
+      {input_of(x, params, 0)},
+      {weight_of(weight, params, 0)},
+      output_of(y, params, 0),
+      params.eps,
       params.weight_offsets[0]};
   run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch, partials);
 }

@@ -18,11 +18,8 @@ inline float bounded(float x, float cap) {
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(256)]] void softcap(
-    const device T* x [[buffer(0)]],
-    device T* y [[buffer(1)]],
-    constant SoftcapParams& params [[buffer(2)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint t [[thread_position_in_threadgroup]],
+    const device T* x [[buffer(0)]], device T* y [[buffer(1)]], constant SoftcapParams& params [[buffer(2)]],
+    uint group [[threadgroup_position_in_grid]], uint t [[thread_position_in_threadgroup]],
     uint threads [[threads_per_threadgroup]]) {
   constexpr uint W = pack_size<T>();
   const size_t start = size_t(group) * threads * W;
@@ -51,13 +48,9 @@ inline float derived(float x, float dy, float cap) {
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(256)]] void softcap_vjp(
-    const device T* x [[buffer(0)]],
-    const device T* dy [[buffer(1)]],
-    device T* dx [[buffer(2)]],
-    constant SoftcapVjpParams& params [[buffer(3)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint t [[thread_position_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
+    const device T* x [[buffer(0)]], const device T* dy [[buffer(1)]], device T* dx [[buffer(2)]],
+    constant SoftcapVjpParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
   constexpr uint W = pack_size<T>();
   const size_t start = size_t(group) * threads * W;
   const uint count = uint(min(size_t(threads * W), size_t(params.size) - start));

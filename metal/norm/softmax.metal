@@ -69,8 +69,7 @@ template <typename T, typename Schedule>
     const device T* x [[buffer(0)]],       // [rows, columns]
     device T* y [[buffer(1)]],             // [rows, columns]
     device float* partials [[buffer(2)]],  // [rows, splits, 2]: m and l
-    constant RowOpParams& params [[buffer(3)]],
-    row_thread_parameters) {
+    constant RowOpParams& params [[buffer(3)]], row_thread_parameters) {
   threadgroup float scratch[64];
   const Softmax<T> op = {{input_of(x, params, 0)}, output_of(y, params, 0)};
   run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch, partials);

@@ -61,8 +61,7 @@ template <typename T, typename Schedule>
     const device T* dy [[buffer(1)]],      // [rows, columns]
     device T* dx [[buffer(2)]],            // [rows, columns]
     device float* partials [[buffer(3)]],  // [rows, splits, 2]: sums of y * dy and of y
-    constant RowOpParams& params [[buffer(4)]],
-    row_thread_parameters) {
+    constant RowOpParams& params [[buffer(4)]], row_thread_parameters) {
   threadgroup float scratch[64];
   const SoftmaxVjp<T> op = {{input_of(y, params, 0), input_of(dy, params, 1)}, output_of(dx, params, 0)};
   run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch, partials);

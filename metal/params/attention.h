@@ -58,24 +58,24 @@ struct AttentionParams {
   TokenRows key_bias;
   TokenRows value_scale;
   TokenRows value_bias;
-  TokenRows mask;          // token: a query
-  int64_t mask_key;        // stride of the mask's keys; strides are 0 where the mask is broadcast
-  uint32_t group_shift;    // a group is 1 << group_shift integers
+  TokenRows mask;        // token: a query
+  int64_t mask_key;      // stride of the mask's keys; strides are 0 where the mask is broadcast
+  uint32_t group_shift;  // a group is 1 << group_shift integers
   uint32_t batches;
   uint32_t key_heads;
-  uint32_t ratio;          // heads of queries that share a key head
+  uint32_t ratio;  // heads of queries that share a key head
   uint32_t queries;
   uint32_t keys;
   uint32_t value_width;
-  uint32_t first_key;      // earlier ones are not read; a multiple of simdgroups' steps
-  uint32_t causal;         // query i sees keys up to i + keys - queries
-  uint32_t window;         // and of these only the last `window`; 0: all
-  uint32_t mask_kind;      // AttentionMask
+  uint32_t first_key;  // earlier ones are not read; a multiple of simdgroups' steps
+  uint32_t causal;     // query i sees keys up to i + keys - queries
+  uint32_t window;     // and of these only the last `window`; 0: all
+  uint32_t mask_kind;  // AttentionMask
   uint32_t has_sinks;
   uint32_t has_logsumexp;
-  uint32_t splits;         // threadgroups that share the keys of a row
+  uint32_t splits;  // threadgroups that share the keys of a row
   uint32_t keys_per_split;
-  float scale;             // the op's; for half types log2(e) times it
+  float scale;  // the op's; for half types log2(e) times it
 };
 
 // Attention whose rows of the batch have keys of their own. The scale stays last: where more follows, LLVM widens its load
@@ -115,7 +115,7 @@ struct AttentionUnpackParams {
 enum { kCombineSimdgroups = 8 };
 
 struct AttentionCombineParams {
-  uint32_t rows;  // batch * heads * queries
+  uint32_t rows;   // batch * heads * queries
   uint32_t width;  // of the values
   uint32_t splits;
   uint32_t has_logsumexp;

@@ -7,7 +7,7 @@ namespace mittens {
 
 enum {
   kBackwardSimdgroups = 4,  // of a threadgroup
-  kMaskBlocks = 4,  // of keys, that a simdgroup takes for the gradient of a mask
+  kMaskBlocks = 4,          // of keys, that a simdgroup takes for the gradient of a mask
 };
 
 // Rows start on multiples of 16 bytes, and less than 2^31 elements from the first of their head.
@@ -26,13 +26,13 @@ struct AttentionBackwardParams {
   uint32_t mask_sizes[4];   // as it was given; 1 where it is broadcast
   uint32_t mask;            // AttentionMask
   uint32_t batches;
-  uint32_t heads;           // of the queries
+  uint32_t heads;  // of the queries
   uint32_t key_heads;
-  uint32_t ratio;           // heads / key_heads
-  uint32_t rows;            // queries of a head
-  uint32_t columns;         // keys of a head
-  uint32_t width;           // of a head
-  int32_t seen_begin;       // row i sees keys from i + seen_begin to i + seen_end, by causality and window
+  uint32_t ratio;      // heads / key_heads
+  uint32_t rows;       // queries of a head
+  uint32_t columns;    // keys of a head
+  uint32_t width;      // of a head
+  int32_t seen_begin;  // row i sees keys from i + seen_begin to i + seen_end, by causality and window
   int32_t seen_end;
   uint32_t has_sinks;
   float scale;

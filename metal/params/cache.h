@@ -13,25 +13,25 @@ struct RopeAppendParams {
   int64_t value_strides[3];
   int64_t shared_key_strides[2];  // of turned columns of keys that all heads share: batch, token
   uint32_t query_heads;
-  uint32_t key_heads;       // and as many heads of values
+  uint32_t key_heads;  // and as many heads of values
   uint32_t tokens;
-  uint32_t width;           // of a head
-  uint32_t value_width;     // of a head of values
-  uint32_t begin;           // the first column that is rotated; from 1 on heads share the keys' columns from there
-  uint32_t pairs;           // of a head's elements that are rotated: 2 * pairs of them from there
-  uint32_t key_capacity;    // tokens that the buffers have room for
+  uint32_t width;         // of a head
+  uint32_t value_width;   // of a head of values
+  uint32_t begin;         // the first column that is rotated; from 1 on heads share the keys' columns from there
+  uint32_t pairs;         // of a head's elements that are rotated: 2 * pairs of them from there
+  uint32_t key_capacity;  // tokens that the buffers have room for
   uint32_t value_capacity;
-  uint32_t first;           // where the first token's key and value go
-  int32_t offset;           // the first token's position
-  float scale;              // of positions
+  uint32_t first;  // where the first token's key and value go
+  int32_t offset;  // the first token's position
+  float scale;     // of positions
   float log2_base;
   float eps;
-  float weight_offset;      // added to the norms' weights
-  float query_scale;        // of turned queries
-  float value_scale;        // of normed values
+  float weight_offset;  // added to the norms' weights
+  float query_scale;    // of turned queries
+  float value_scale;    // of normed values
   uint32_t has_freqs;
-  uint32_t has_offsets;     // a position for each row of the batch
-  uint32_t traditional;     // pairs are neighbours
+  uint32_t has_offsets;  // a position for each row of the batch
+  uint32_t traditional;  // pairs are neighbours
   uint32_t has_value_norm;
 };
 
@@ -52,7 +52,7 @@ struct PagedAppendParams {
   RowStrides keys;  // of the pool; words of a packed one
   RowStrides values;
   uint32_t key_heads;
-  uint32_t tokens;         // of a row of the batch
+  uint32_t tokens;  // of a row of the batch
   uint32_t width;
   uint32_t value_width;
   uint32_t blocks;         // of the pool

@@ -65,11 +65,11 @@ struct QuantizedParams {
   int64_t scales_strides[4];
   int64_t biases_strides[4];
   uint32_t matrices;
-  uint32_t rows;               // of x, for each matrix
-  uint32_t columns;            // of x
-  uint32_t outputs;            // columns of y
-  uint32_t group_shift;        // a group is 1 << group_shift integers
-  uint32_t weight_stride;      // from row to row
+  uint32_t rows;           // of x, for each matrix
+  uint32_t columns;        // of x
+  uint32_t outputs;        // columns of y
+  uint32_t group_shift;    // a group is 1 << group_shift integers
+  uint32_t weight_stride;  // from row to row
   uint32_t scales_stride;
   uint32_t biases_stride;
   uint32_t has_bias;
@@ -102,14 +102,14 @@ struct Int8Params {
 enum { kEmbeddingThreads = 128 };  // of a threadgroup of matmul/quantized_embedding.metal
 
 struct EmbeddingParams {
-  uint32_t count;          // of indices
-  uint32_t rows;           // of the matrix
+  uint32_t count;  // of indices
+  uint32_t rows;   // of the matrix
   uint32_t columns;
-  uint32_t group_shift;    // a group is 1 << group_shift columns
-  uint32_t words_stride;   // from row to row
+  uint32_t group_shift;   // a group is 1 << group_shift columns
+  uint32_t words_stride;  // from row to row
   uint32_t scales_stride;
   uint32_t biases_stride;
-  uint32_t is_signed;      // whether indices are int32, which count from the end below zero
+  uint32_t is_signed;  // whether indices are int32, which count from the end below zero
 };
 
 // A norm of x in the product that reads it (matmul/normed_row.h).
@@ -128,7 +128,7 @@ enum { kMostTogether = 4 };  // matrices of matmul/qmv_several.metal
 struct QuantizedMatmulsParams {
   QuantizedParams weights;  // shared by all matrices: columns, rows' strides, has_bias, the format
   NormParams norm;
-  uint32_t count;           // of matrices
+  uint32_t count;                        // of matrices
   uint32_t first_block[kMostTogether];   // of each, by blocks of kRowOutputs outputs, or of 1 where it has fewer
   uint32_t first_output[kMostTogether];  // of each, in y
   uint32_t outputs[kMostTogether];       // of each
@@ -169,7 +169,7 @@ constexpr int row_outputs(int rows, int bytes) {
 // Of a simdgroup in products of several rows by matrices (matmul/matrices.h).
 enum {
   kMatrixOutputs = 32,
-  kMatrixRows = 8,  // of x
+  kMatrixRows = 8,   // of x
   kMatrixStep = 64,  // columns that it takes at once
 };
 
@@ -210,14 +210,14 @@ enum { kMaskedLanes = 8 };  // of a simdgroup along the outputs, of one row by w
 struct BlockMaskedParams {
   enum { has_bias = 0 };
   uint32_t matrices;
-  uint32_t rows;           // of x, for each matrix
-  uint32_t columns;        // of x
-  uint32_t outputs;        // columns of y
-  uint32_t weight_stride;  // elements from row to row of w
-  uint32_t block_shift;    // a block is 1 << block_shift rows and columns
+  uint32_t rows;            // of x, for each matrix
+  uint32_t columns;         // of x
+  uint32_t outputs;         // columns of y
+  uint32_t weight_stride;   // elements from row to row of w
+  uint32_t block_shift;     // a block is 1 << block_shift rows and columns
   uint32_t has_bools_of_y;  // whether the mask of y is of bools, not of its type
-  uint32_t has_one_x;      // whether all matrices of w have the same x
-  uint32_t has_one_w;      // whether all of x have the same w
+  uint32_t has_one_x;       // whether all matrices of w have the same x
+  uint32_t has_one_w;       // whether all of x have the same w
   int64_t matrix_elements;  // from one matrix of w to the next
   BlockMaskParams of_x;
   BlockMaskParams of_w;

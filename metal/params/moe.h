@@ -23,7 +23,7 @@ struct GatherQmmParams {
   PairParams pairs;
   uint32_t pairs_per_sum;  // as many simdgroups share outputs where there are weights, else 1
   uint32_t weights_of_sum;
-  float limit;             // of the gated product, from here on; infinity: none
+  float limit;  // of the gated product, from here on; infinity: none
   float offset;
 };
 
@@ -35,7 +35,7 @@ struct ExpertTilesParams {
   uint32_t rows;       // of all pairs
   uint32_t pair_rows;  // of each
   uint32_t tile_rows;
-  uint32_t tiles;      // that there is room for
+  uint32_t tiles;  // that there is room for
 };
 
 struct RowSumsParams {
@@ -76,10 +76,10 @@ struct RouteParams {
   float scale;
   // From here on Apple kernels read them, NVIDIA's do not.
   uint32_t precise;  // whether keys are of scores in float32
-  float eps;        // that is added to the sum of renormalized weights
-  uint32_t groups;  // of experts
-  uint32_t kept;    // groups whose experts keep their keys
-  float dropped;    // the key of the others
+  float eps;         // that is added to the sum of renormalized weights
+  uint32_t groups;   // of experts
+  uint32_t kept;     // groups whose experts keep their keys
+  float dropped;     // the key of the others
 };
 
 struct MixtureParams {

@@ -30,7 +30,7 @@ struct RowOpParams {
   uint32_t weight_phases[2];  // of inputs [columns]
   uint32_t has_weights[2];
   float weight_offsets[2];  // added to the weights
-  uint32_t y_phases[2];  // of results [rows, columns]
+  uint32_t y_phases[2];     // of results [rows, columns]
   float eps;
 };
 
@@ -75,7 +75,7 @@ struct SoftcapVjpParams {
 // A kernel's share of the gradients of rms_norm and layer_norm.
 struct NormVjpParams {
   RowOpParams arrays;  // x, dy, and dsum at 3; weight; dx
-  uint32_t blocks;  // threadgroups along the rows: block b takes rows b, b + blocks, ...
+  uint32_t blocks;     // threadgroups along the rows: block b takes rows b, b + blocks, ...
   uint32_t has_dsum;
   uint32_t partial_sums;  // of the parameters' gradients, written to partials: 0, 1 (weight) or 2 (and bias)
 };

@@ -10,14 +10,14 @@ namespace mittens {
 enum {
   kStateValues = 16,  // of a row of the state, that a lane holds
   kMostStateColumns = 32 * kStateValues,
-  kStateSimdgroups = 4,  // of a threadgroup
-  kMostTokenRows = 512,  // of a state, where one threadgroup has a token of a head
-  kTokenSimdgroups = 16,  // of that threadgroup, at most
+  kStateSimdgroups = 4,     // of a threadgroup
+  kMostTokenRows = 512,     // of a state, where one threadgroup has a token of a head
+  kTokenSimdgroups = 16,    // of that threadgroup, at most
   kShortConvThreads = 128,  // of a threadgroup of short_conv_token
-  kShortConvTokens = 16,  // of a thread, where there are several
-  kInputChannels = 128,  // of a simdgroup of layer_inputs
-  kInputSteps = 16,  // of a simdgroup of layer_inputs, at most
-  kInputSimdgroups = 4  // of a threadgroup of layer_inputs
+  kShortConvTokens = 16,    // of a thread, where there are several
+  kInputChannels = 128,     // of a simdgroup of layer_inputs
+  kInputSteps = 16,         // of a simdgroup of layer_inputs, at most
+  kInputSimdgroups = 4      // of a threadgroup of layer_inputs
 };
 
 // Of the numbers of an array.
@@ -30,8 +30,8 @@ struct StateParams {
   uint32_t key_heads;  // each shared by heads / key_heads heads
   uint32_t rows;
   uint32_t columns;
-  uint32_t lanes;  // of a simdgroup that hold a row; a power of two
-  uint32_t packs;  // whether rows are whole groups of 8, each on a boundary of 16 bytes
+  uint32_t lanes;      // of a simdgroup that hold a row; a power of two
+  uint32_t packs;      // whether rows are whole groups of 8, each on a boundary of 16 bytes
   uint32_t has_state;  // else it begins with zeros
   uint32_t has_mask;
 };
@@ -74,18 +74,18 @@ struct GatedDeltaTokenParams {
   uint32_t dt_bias_type;
   uint32_t norm_type;
   float key_eps;  // added to the sums of squares of q and k
-  float eps;  // of the norm
+  float eps;      // of the norm
 };
 
 struct GatedDeltaTokenApartParams {
   GatedDeltaTokenParams token;
   uint32_t gate_per_column;  // else one for a head
-  uint32_t is_sigmoid;  // the gate of the result, else SiLU
+  uint32_t is_sigmoid;       // the gate of the result, else SiLU
 };
 
 struct SsmTokenParams {
   StateParams state;
-  uint32_t taps;  // of the convolution
+  uint32_t taps;      // of the convolution
   uint32_t has_bias;  // of the convolution
   uint32_t is_gated;  // whether y is
   uint32_t a_log_type;
@@ -120,13 +120,13 @@ struct InputPart {
   int64_t state_sequence;
   int64_t state_tap;
   uint32_t blocks;
-  uint32_t width;  // of a block
-  uint32_t units;  // simdgroups, each with kInputChannels of a block at most, or with one that is normalized
-  uint32_t input_at;  // the first channel in a step of the inputs
+  uint32_t width;      // of a block
+  uint32_t units;      // simdgroups, each with kInputChannels of a block at most, or with one that is normalized
+  uint32_t input_at;   // the first channel in a step of the inputs
   uint32_t weight_at;  // in the weights
   uint32_t state_at;
   uint32_t next_at;  // in the next state
-  uint32_t packs;  // whether four channels lie as one load takes them
+  uint32_t packs;    // whether four channels lie as one load takes them
   uint32_t is_normalized;
   float scale;  // of a normalized block
 };
@@ -138,7 +138,7 @@ struct LayerInputsParams {
   uint32_t steps;
   uint32_t taps;
   uint32_t channels;  // of the next state
-  uint32_t heads;  // with gates and rates; none for a layer without
+  uint32_t heads;     // with gates and rates; none for a layer without
   uint32_t heads_of_key;
   uint32_t gates;  // of a head
   uint32_t a_log_type;

@@ -14,11 +14,11 @@ enum { kCopyDims = 8 };
 struct CopyParams {
   int64_t strides[kCopyDims];  // of the outer dimensions, in elements
   int64_t column_stride;
-  int64_t start;               // element of the source at which the view starts
-  uint32_t shape[kCopyDims];   // of the outer dimensions
-  uint32_t dims;               // how many outer dimensions there are
+  int64_t start;              // element of the source at which the view starts
+  uint32_t shape[kCopyDims];  // of the outer dimensions
+  uint32_t dims;              // how many outer dimensions there are
   uint32_t columns;
-  uint32_t chunks;             // threadgroups along a row
+  uint32_t chunks;  // threadgroups along a row
 };
 
 }  // namespace mittens

@@ -10,8 +10,8 @@ namespace mittens {
 // The sum over a channel's window; `taps` is `N` where N is not 0. `before` and `after` are the channel in the states
 // [taps - 1, channels]. `writes` moves the window on by this token: in place where nobody else reads the channel.
 template <typename T, int N>
-inline float convolution(T x, const device T* before, const device T* weight, device T* after, size_t channels,
-                         uint taps, bool writes) {
+inline float convolution(
+    T x, const device T* before, const device T* weight, device T* after, size_t channels, uint taps, bool writes) {
   const uint past = (N > 0 ? N : taps) - 1;
   float sum = float(x) * float(weight[past]);
 #pragma unroll

@@ -28,7 +28,7 @@ template <typename T>
 struct Channels {
   const device T* before;  // [batch, taps - 1, channels]
   const device T* weight;  // [channels, taps]
-  device T* after;  // [batch, taps - 1, channels]
+  device T* after;         // [batch, taps - 1, channels]
 };
 
 // A head's part in threadgroup memory.
@@ -81,7 +81,9 @@ inline void token_of_head(
     const bool writes = is_value || head_of_key == 0;
     const device T* before = (!Apart || is_query ? of_q.before : is_value ? of_v.before : of_k.before) + conv_at;
     device T* after = (!Apart || is_query ? of_q.after : is_value ? of_v.after : of_k.after) + conv_at;
-    const device T* weight = (!Apart || is_query ? of_q.weight : is_value ? of_v.weight : of_k.weight) +
+    const device T* weight = (!Apart || is_query ? of_q.weight
+                              : is_value         ? of_v.weight
+                                                 : of_k.weight) +
                              size_t(channel) * params.taps;
     const float sum = params.taps == 4 ? convolution<T, 4>(x, before, weight, after, channels, 4, writes)
                                        : convolution<T, 0>(x, before, weight, after, channels, params.taps, writes);
@@ -186,23 +188,22 @@ inline void token_of_head(
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(32 * kTokenSimdgroups)]] void gated_delta_token(
-    const device T* q [[buffer(0)]],                // [batch, key_heads, columns], as all of these by strides
-    const device T* k [[buffer(1)]],                // [batch, key_heads, columns]
-    const device T* v [[buffer(2)]],                // [batch, key_heads, heads / key_heads, rows]
-    const device T* z [[buffer(3)]],                // [batch, key_heads, heads / key_heads, rows]
-    const device T* a [[buffer(4)]],                // [batch, key_heads, heads / key_heads]
-    const device T* b [[buffer(5)]],                // [batch, key_heads, heads / key_heads]
-    const device T* conv_state [[buffer(6)]],       // [batch, taps - 1, channels], of q, of k and of v
-    const device T* conv_weight [[buffer(7)]],      // [channels, taps]
-    const device ushort* a_log [[buffer(8)]],       // [heads], of a_log_type
-    const device ushort* dt_bias [[buffer(9)]],     // [heads], of dt_bias_type
+    const device T* q [[buffer(0)]],                  // [batch, key_heads, columns], as all of these by strides
+    const device T* k [[buffer(1)]],                  // [batch, key_heads, columns]
+    const device T* v [[buffer(2)]],                  // [batch, key_heads, heads / key_heads, rows]
+    const device T* z [[buffer(3)]],                  // [batch, key_heads, heads / key_heads, rows]
+    const device T* a [[buffer(4)]],                  // [batch, key_heads, heads / key_heads]
+    const device T* b [[buffer(5)]],                  // [batch, key_heads, heads / key_heads]
+    const device T* conv_state [[buffer(6)]],         // [batch, taps - 1, channels], of q, of k and of v
+    const device T* conv_weight [[buffer(7)]],        // [channels, taps]
+    const device ushort* a_log [[buffer(8)]],         // [heads], of a_log_type
+    const device ushort* dt_bias [[buffer(9)]],       // [heads], of dt_bias_type
     const device ushort* norm_weight [[buffer(10)]],  // [rows], of norm_type
-    const device float* state_in [[buffer(11)]],    // [batch, heads, rows, columns]
-    device T* y [[buffer(12)]],                     // [batch, heads, rows]
-    device T* conv_out [[buffer(13)]],              // [batch, taps - 1, channels]
-    device float* state_out [[buffer(14)]],         // [batch, heads, rows, columns]
-    constant GatedDeltaTokenParams& params [[buffer(15)]],
-    thread_of_simdgroups) {
+    const device float* state_in [[buffer(11)]],      // [batch, heads, rows, columns]
+    device T* y [[buffer(12)]],                       // [batch, heads, rows]
+    device T* conv_out [[buffer(13)]],                // [batch, taps - 1, channels]
+    device float* state_out [[buffer(14)]],           // [batch, heads, rows, columns]
+    constant GatedDeltaTokenParams& params [[buffer(15)]], thread_of_simdgroups) {
   threadgroup float queries[kMostStateColumns];
   threadgroup float keys[kMostStateColumns];
   threadgroup float values[kMostTokenRows];
@@ -216,29 +217,28 @@ template <typename T>
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(32 * kTokenSimdgroups)]] void gated_delta_token_apart(
-    const device T* q [[buffer(0)]],                // [batch, key_heads, columns], as all of these by strides
-    const device T* k [[buffer(1)]],                // [batch, key_heads, columns]
-    const device T* v [[buffer(2)]],                // [batch, key_heads, heads / key_heads, rows]
-    const device T* z [[buffer(3)]],                // [batch, key_heads, heads / key_heads, rows]
-    const device T* a [[buffer(4)]],                // [batch, key_heads, heads / key_heads], or one for each column
-    const device T* b [[buffer(5)]],                // [batch, key_heads, heads / key_heads]
-    const device T* q_state [[buffer(6)]],          // [batch, taps - 1, channels of q]
-    const device T* k_state [[buffer(7)]],          // [batch, taps - 1, channels of k]
-    const device T* v_state [[buffer(8)]],          // [batch, taps - 1, channels of v]
-    const device T* q_weight [[buffer(9)]],         // [channels of q, taps]
-    const device T* k_weight [[buffer(10)]],        // [channels of k, taps]
-    const device T* v_weight [[buffer(11)]],        // [channels of v, taps]
-    const device ushort* a_log [[buffer(12)]],      // [heads], of a_log_type
-    const device ushort* dt_bias [[buffer(13)]],    // [heads] or [heads, columns], of dt_bias_type
+    const device T* q [[buffer(0)]],                  // [batch, key_heads, columns], as all of these by strides
+    const device T* k [[buffer(1)]],                  // [batch, key_heads, columns]
+    const device T* v [[buffer(2)]],                  // [batch, key_heads, heads / key_heads, rows]
+    const device T* z [[buffer(3)]],                  // [batch, key_heads, heads / key_heads, rows]
+    const device T* a [[buffer(4)]],                  // [batch, key_heads, heads / key_heads], or one for each column
+    const device T* b [[buffer(5)]],                  // [batch, key_heads, heads / key_heads]
+    const device T* q_state [[buffer(6)]],            // [batch, taps - 1, channels of q]
+    const device T* k_state [[buffer(7)]],            // [batch, taps - 1, channels of k]
+    const device T* v_state [[buffer(8)]],            // [batch, taps - 1, channels of v]
+    const device T* q_weight [[buffer(9)]],           // [channels of q, taps]
+    const device T* k_weight [[buffer(10)]],          // [channels of k, taps]
+    const device T* v_weight [[buffer(11)]],          // [channels of v, taps]
+    const device ushort* a_log [[buffer(12)]],        // [heads], of a_log_type
+    const device ushort* dt_bias [[buffer(13)]],      // [heads] or [heads, columns], of dt_bias_type
     const device ushort* norm_weight [[buffer(14)]],  // [rows], of norm_type
-    const device float* state_in [[buffer(15)]],    // [batch, heads, rows, columns]
-    device T* y [[buffer(16)]],                     // [batch, heads, rows]
-    device T* q_out [[buffer(17)]],                 // [batch, taps - 1, channels of q]
-    device T* k_out [[buffer(18)]],                 // [batch, taps - 1, channels of k]
-    device T* v_out [[buffer(19)]],                 // [batch, taps - 1, channels of v]
-    device float* state_out [[buffer(20)]],         // [batch, heads, rows, columns]
-    constant GatedDeltaTokenApartParams& params [[buffer(21)]],
-    thread_of_simdgroups) {
+    const device float* state_in [[buffer(15)]],      // [batch, heads, rows, columns]
+    device T* y [[buffer(16)]],                       // [batch, heads, rows]
+    device T* q_out [[buffer(17)]],                   // [batch, taps - 1, channels of q]
+    device T* k_out [[buffer(18)]],                   // [batch, taps - 1, channels of k]
+    device T* v_out [[buffer(19)]],                   // [batch, taps - 1, channels of v]
+    device float* state_out [[buffer(20)]],           // [batch, heads, rows, columns]
+    constant GatedDeltaTokenApartParams& params [[buffer(21)]], thread_of_simdgroups) {
   threadgroup float queries[kMostStateColumns];
   threadgroup float keys[kMostStateColumns];
   threadgroup float gates[kMostStateColumns];
@@ -248,8 +248,8 @@ template <typename T>
   token_of_head<T, true>(
       q, k, v, z, a, b, Channels<T>{q_state, q_weight, q_out}, Channels<T>{k_state, k_weight, k_out},
       Channels<T>{v_state, v_weight, v_out}, a_log, dt_bias, norm_weight, state_in, y, state_out, params.token,
-      params.gate_per_column, params.is_sigmoid,
-      HeadMemory{queries, keys, values, results, partials, gates}, group, t, lane, simdgroup, simdgroups);
+      params.gate_per_column, params.is_sigmoid, HeadMemory{queries, keys, values, results, partials, gates}, group, t,
+      lane, simdgroup, simdgroups);
 }
 
 instantiate_types("gated_delta_token", gated_delta_token)

@@ -52,8 +52,7 @@ inline void store_four(device T* p, float4 v, uint count, bool packs) {
     if constexpr (sizeof(T) == 4) {
       *(device float4*)p = v;
     } else {
-      *(device uint2*)p = uint2(
-          as_type<uint>(vec<T, 2>(T(v.x), T(v.y))), as_type<uint>(vec<T, 2>(T(v.z), T(v.w))));
+      *(device uint2*)p = uint2(as_type<uint>(vec<T, 2>(T(v.x), T(v.y))), as_type<uint>(vec<T, 2>(T(v.z), T(v.w))));
     }
     return;
   }
@@ -262,30 +261,25 @@ inline void rates_of(
 
 template <typename T, bool HasFourTaps>
 [[kernel, max_total_threads_per_threadgroup(32 * kInputSimdgroups)]] void layer_inputs(
-    const device T* first_x [[buffer(0)]],         // [batch, steps, blocks, width] by strides, as the next two
-    const device T* second_x [[buffer(1)]],
-    const device T* third_x [[buffer(2)]],
-    const device T* a [[buffer(3)]],               // [batch, steps, heads] by strides, or one for each column
-    const device T* b [[buffer(4)]],               // [batch, steps, heads] by strides
-    const device T* first_state [[buffer(5)]],     // [batch, taps - 1, channels] by strides, as the next two
-    const device T* second_state [[buffer(6)]],
-    const device T* third_state [[buffer(7)]],
-    const device T* first_weight [[buffer(8)]],    // [channels, taps], as the next two
-    const device T* second_weight [[buffer(9)]],
-    const device T* third_weight [[buffer(10)]],
-    const device T* bias [[buffer(11)]],           // [channels]
-    const device ushort* a_log [[buffer(12)]],     // [heads], of a_log_type
-    const device ushort* dt_bias [[buffer(13)]],   // [heads] or [heads, columns], of dt_bias_type
-    const device bool* mask [[buffer(14)]],        // [batch, steps]
-    const device int* lengths [[buffer(15)]],      // [batch]
-    device T* first_out [[buffer(16)]],            // [batch, steps, blocks, width], as the next two
-    device T* second_out [[buffer(17)]],
-    device T* third_out [[buffer(18)]],
-    device T* conv_out [[buffer(19)]],             // [batch, taps - 1, channels]
-    device float* gates [[buffer(20)]],            // [batch, steps, heads] or [batch, steps, heads, columns]
-    device float* rates [[buffer(21)]],            // [batch, steps, heads]
-    constant LayerInputsParams& params [[buffer(22)]],
-    lane_of_simdgroup) {
+    const device T* first_x [[buffer(0)]],  // [batch, steps, blocks, width] by strides, as the next two
+    const device T* second_x [[buffer(1)]], const device T* third_x [[buffer(2)]],
+    const device T* a [[buffer(3)]],            // [batch, steps, heads] by strides, or one for each column
+    const device T* b [[buffer(4)]],            // [batch, steps, heads] by strides
+    const device T* first_state [[buffer(5)]],  // [batch, taps - 1, channels] by strides, as the next two
+    const device T* second_state [[buffer(6)]], const device T* third_state [[buffer(7)]],
+    const device T* first_weight [[buffer(8)]],  // [channels, taps], as the next two
+    const device T* second_weight [[buffer(9)]], const device T* third_weight [[buffer(10)]],
+    const device T* bias [[buffer(11)]],          // [channels]
+    const device ushort* a_log [[buffer(12)]],    // [heads], of a_log_type
+    const device ushort* dt_bias [[buffer(13)]],  // [heads] or [heads, columns], of dt_bias_type
+    const device bool* mask [[buffer(14)]],       // [batch, steps]
+    const device int* lengths [[buffer(15)]],     // [batch]
+    device T* first_out [[buffer(16)]],           // [batch, steps, blocks, width], as the next two
+    device T* second_out [[buffer(17)]], device T* third_out [[buffer(18)]],
+    device T* conv_out [[buffer(19)]],   // [batch, taps - 1, channels]
+    device float* gates [[buffer(20)]],  // [batch, steps, heads] or [batch, steps, heads, columns]
+    device float* rates [[buffer(21)]],  // [batch, steps, heads]
+    constant LayerInputsParams& params [[buffer(22)]], lane_of_simdgroup) {
   uint unit = group.x * kInputSimdgroups + simdgroup;
   const int begin = int(group.y) * kInputSteps;
   const int end = min(begin + kInputSteps, int(params.steps));
@@ -298,10 +292,20 @@ template <typename T, bool HasFourTaps>
     const uint i = unit < before_second ? 0 : unit < before_third ? 1 : 2;
     unit -= i == 0 ? 0 : i == 1 ? before_second : before_third;
     convolve_unit<T, HasFourTaps>(
-        i == 0 ? first_x : i == 1 ? second_x : third_x, i == 0 ? first_state : i == 1 ? second_state : third_state,
-        i == 0 ? first_weight : i == 1 ? second_weight : third_weight, bias, mask,
-        i == 0 ? first_out : i == 1 ? second_out : third_out, conv_out, unit, sequence, begin, end, length, lane,
-        params.parts[i], params);
+        i == 0   ? first_x
+        : i == 1 ? second_x
+                 : third_x,
+        i == 0   ? first_state
+        : i == 1 ? second_state
+                 : third_state,
+        i == 0   ? first_weight
+        : i == 1 ? second_weight
+                 : third_weight,
+        bias, mask,
+        i == 0   ? first_out
+        : i == 1 ? second_out
+                 : third_out,
+        conv_out, unit, sequence, begin, end, length, lane, params.parts[i], params);
     return;
   }
   unit -= all;

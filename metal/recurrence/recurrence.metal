@@ -76,8 +76,7 @@ template <typename T>
     const device bool* mask [[buffer(6)]],       // [batch, steps]
     device T* y [[buffer(7)]],                   // [batch, steps, heads, rows]
     device float* state_out [[buffer(8)]],       // [batch, heads, rows, columns]
-    constant RecurrenceParams& params [[buffer(9)]],
-    lane_of_simdgroup) {
+    constant RecurrenceParams& params [[buffer(9)]], lane_of_simdgroup) {
   const StatePlace place = state_place(group, simdgroup, lane, params.state);
   GivenNumbers<T> numbers(gates, rates, mask, y, params, place);
   over_steps(q, k, v, state_in, state_out, numbers, params.state, place);

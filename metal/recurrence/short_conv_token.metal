@@ -17,12 +17,12 @@ using namespace mittens;
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kShortConvThreads)]] void short_conv_token(
-    const device T* projected [[buffer(0)]],  // [batch, 3, channels]
-    const device T* conv_state [[buffer(1)]],  // [batch, taps - 1, channels]
+    const device T* projected [[buffer(0)]],    // [batch, 3, channels]
+    const device T* conv_state [[buffer(1)]],   // [batch, taps - 1, channels]
     const device T* conv_weight [[buffer(2)]],  // [channels, taps]
-    const device T* conv_bias [[buffer(3)]],  // [channels]
-    device T* y [[buffer(4)]],  // [batch, channels]
-    device T* conv_out [[buffer(5)]],  // [batch, taps - 1, channels]
+    const device T* conv_bias [[buffer(3)]],    // [channels]
+    device T* y [[buffer(4)]],                  // [batch, channels]
+    device T* conv_out [[buffer(5)]],           // [batch, taps - 1, channels]
     constant ShortConvTokenParams& params [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
     uint t [[thread_index_in_threadgroup]]) {
   const uint channel = group.x * kShortConvThreads + t;
@@ -60,12 +60,12 @@ inline float window_at(
 // comes first, then the window's in their order. The last tokens leave the state.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kShortConvThreads)]] void short_conv_tokens(
-    const device T* projected [[buffer(0)]],  // [batch, tokens, 3, channels]
-    const device T* conv_state [[buffer(1)]],  // [batch, taps - 1, channels]
+    const device T* projected [[buffer(0)]],    // [batch, tokens, 3, channels]
+    const device T* conv_state [[buffer(1)]],   // [batch, taps - 1, channels]
     const device T* conv_weight [[buffer(2)]],  // [channels, taps]
-    const device T* conv_bias [[buffer(3)]],  // [channels]
-    device T* y [[buffer(4)]],  // [batch, tokens, channels]
-    device T* conv_out [[buffer(5)]],  // [batch, taps - 1, channels]
+    const device T* conv_bias [[buffer(3)]],    // [channels]
+    device T* y [[buffer(4)]],                  // [batch, tokens, channels]
+    device T* conv_out [[buffer(5)]],           // [batch, taps - 1, channels]
     constant ShortConvTokenParams& params [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
     uint t [[thread_index_in_threadgroup]]) {
   const uint channel = group.x * kShortConvThreads + t;

@@ -22,17 +22,17 @@ using namespace mittens;
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(32 * kTokenSimdgroups)]] void ssm_token(
-    const device T* projected [[buffer(0)]],  // [batch, heads * rows + channels + heads]: z, x B C and dt
-    const device T* conv_state [[buffer(1)]],  // [batch, taps - 1, channels]
-    const device T* conv_weight [[buffer(2)]],  // [channels, taps]
-    const device T* conv_bias [[buffer(3)]],  // [channels]
-    const device ushort* a_log [[buffer(4)]],  // [heads], of a_log_type
-    const device ushort* d [[buffer(5)]],  // [heads], of d_type
+    const device T* projected [[buffer(0)]],     // [batch, heads * rows + channels + heads]: z, x B C and dt
+    const device T* conv_state [[buffer(1)]],    // [batch, taps - 1, channels]
+    const device T* conv_weight [[buffer(2)]],   // [channels, taps]
+    const device T* conv_bias [[buffer(3)]],     // [channels]
+    const device ushort* a_log [[buffer(4)]],    // [heads], of a_log_type
+    const device ushort* d [[buffer(5)]],        // [heads], of d_type
     const device ushort* dt_bias [[buffer(6)]],  // [heads], of dt_bias_type
     const device float* state_in [[buffer(7)]],  // [batch, heads, rows, columns]
-    device T* y [[buffer(8)]],  // [batch, heads, rows]
-    device T* conv_out [[buffer(9)]],  // [batch, taps - 1, channels]
-    device float* state_out [[buffer(10)]],  // [batch, heads, rows, columns]
+    device T* y [[buffer(8)]],                   // [batch, heads, rows]
+    device T* conv_out [[buffer(9)]],            // [batch, taps - 1, channels]
+    device float* state_out [[buffer(10)]],      // [batch, heads, rows, columns]
     constant SsmTokenParams& params [[buffer(11)]], thread_of_simdgroups) {
   threadgroup float reads[kMostStateColumns];
   threadgroup float writes[kMostStateColumns];

@@ -18,7 +18,7 @@ struct StatePlace {
   uint head;
   uint key_head;
   uint row;
-  uint lane;  // among the lanes that share the row
+  uint lane;    // among the lanes that share the row
   bool writes;  // whether there is such a row
 };
 
@@ -105,7 +105,7 @@ inline float row_sum(float v, uint lanes) {
 
 // A number of an array of one of the types.
 inline float number(const device ushort* p, uint type, size_t i) {
-  return type == kFloat32 ? ((const device float*)p)[i]
+  return type == kFloat32   ? ((const device float*)p)[i]
          : type == kFloat16 ? float(((const device half*)p)[i])
                             : float(((const device bfloat*)p)[i]);
 }

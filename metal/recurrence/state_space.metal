@@ -75,8 +75,7 @@ template <typename T>
     const device bool* mask [[buffer(8)]],       // [batch, steps]
     device T* y [[buffer(9)]],                   // [batch, steps, heads, rows], of float32 where wide_y says so
     device float* state_out [[buffer(10)]],      // [batch, heads, rows, columns]
-    constant StateSpaceParams& params [[buffer(11)]],
-    lane_of_simdgroup) {
+    constant StateSpaceParams& params [[buffer(11)]], lane_of_simdgroup) {
   const StatePlace place = state_place(group, simdgroup, lane, params.state);
   const size_t at = size_t(place.sequence) * params.state.steps * params.state.heads + place.head;
   const float bias = number(dt_bias, params.dt_bias_type, place.head);

@@ -15,10 +15,8 @@ template <typename T>
 [[kernel, max_total_threads_per_threadgroup(256)]] void copy_strided(
     const device T* source [[buffer(0)]],
     device T* target [[buffer(1)]],  // [rows, columns]
-    constant CopyParams& params [[buffer(2)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint t [[thread_position_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
+    constant CopyParams& params [[buffer(2)]], uint group [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
   const uint row = group / params.chunks;
   const uint column = group % params.chunks * threads + t;
   if (column >= params.columns) {

@@ -28,8 +28,8 @@ constant constexpr uint is_taken = 4;  // a thread writes the logit
 constant constexpr uint one_occurrence = 8;
 
 struct Adjustments {
-  const device uint* tokens;  // [rows or 1, tokens], of one or two words
-  const device uint* mask;  // [rows or 1, words]
+  const device uint* tokens;       // [rows or 1, tokens], of one or two words
+  const device uint* mask;         // [rows or 1, words]
   const device float* repetition;  // [rows or 1], and so the other penalties
   const device float* presence;
   const device float* frequency;
@@ -83,15 +83,8 @@ inline uint allowed_from(const device uint* mask, uint column, uint count) {
 // x and y are rows, y on a boundary of 16 bytes where the first of all is. counts [columns].
 template <typename T>
 inline void adjust_row(
-    const device T* x,
-    device T* y,
-    device atomic_uint* counts,
-    Adjustments given,
-    constant AdjustParams& params,
-    uint r,
-    uint split,
-    uint t,
-    uint threads) {
+    const device T* x, device T* y, device atomic_uint* counts, Adjustments given, constant AdjustParams& params,
+    uint r, uint split, uint t, uint threads) {
   constexpr uint W = pack_size<T>();
   const uint columns = params.columns;
   const ulong first = ulong(r) * columns;
@@ -148,8 +141,8 @@ inline void adjust_row(
       } else if (pass == 1) {
         const uint age = params.tokens - i;
         const uint added = age <= params.frequency.context ? one_occurrence : 0u;
-        const uint flags = (age <= params.repetition.context ? is_repeated : 0u) |
-                           (age <= params.presence.context ? is_present : 0u);
+        const uint flags =
+            (age <= params.repetition.context ? is_repeated : 0u) | (age <= params.presence.context ? is_present : 0u);
         if (added > 0) {
           atomic_fetch_add_explicit(count, added, memory_order_relaxed);
         }

@@ -122,8 +122,8 @@ inline Best best_of(thread Team& team, Best best) {
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const bool there = team.lane < team.simdgroups;
-  return best_of_simdgroup(Best{there ? as_type<float>(parts[team.lane]) : -INFINITY,
-                                there ? parts[32 + team.lane] : no_column});
+  return best_of_simdgroup(
+      Best{there ? as_type<float>(parts[team.lane]) : -INFINITY, there ? parts[32 + team.lane] : no_column});
 }
 
 // ---- operations on each logit ----
@@ -384,7 +384,8 @@ inline uint last_column(Logits<T> logits, thread Team& team, float value, ulong 
 // Leaves the logits of a list that pass top-p and top-k, and -inf for others. The list has at most one for each thread,
 // which compares it with all. Their exponentials go behind the columns.
 inline void leave_kept(
-    threadgroup float* values, threadgroup uint* columns, uint count, Team team, float m, ulong mass_wanted, uint top_k) {
+    threadgroup float* values, threadgroup uint* columns, uint count, Team team, float m, ulong mass_wanted,
+    uint top_k) {
   const bool mine = team.t < count;
   const float x = mine ? values[team.t] : -INFINITY;
   const uint column = mine ? columns[team.t] : no_column;

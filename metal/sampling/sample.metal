@@ -28,23 +28,20 @@ using namespace mittens;
 
 template <typename T>
 [[kernel, threads_at_most(sample_threads, 768)]] void sample(
-    const device T* x [[buffer(0)]],        // [rows, columns]
-    const device uint* key [[buffer(1)]],   // [2]
-    device uint* tokens [[buffer(2)]],      // [rows]
-    device float* logprobs [[buffer(3)]],   // [rows]
-    device uint* partials [[buffer(4)]],    // [rows, splits, partial_size], for another launch
-    constant SampleParams& params [[buffer(5)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint t [[thread_position_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    const device T* x [[buffer(0)]],       // [rows, columns]
+    const device uint* key [[buffer(1)]],  // [2]
+    device uint* tokens [[buffer(2)]],     // [rows]
+    device float* logprobs [[buffer(3)]],  // [rows]
+    device uint* partials [[buffer(4)]],   // [rows, splits, partial_size], for another launch
+    constant SampleParams& params [[buffer(5)]], uint group [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]], uint threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float values[list_size];
   threadgroup uint columns[list_size];
   threadgroup uint scratch[2 * 3 * 32];
   threadgroup atomic_uint count;
-  sample_row(x, key, tokens, logprobs, partials, params, group, t, threads, lane, simdgroup, values, columns,
-             scratch, &count);
+  sample_row(
+      x, key, tokens, logprobs, partials, params, group, t, threads, lane, simdgroup, values, columns, scratch, &count);
 }
 
 // One simdgroup for each row.
@@ -53,8 +50,7 @@ template <typename T>
     const device uint* partials [[buffer(0)]],  // [rows, splits, partial_size]
     device uint* tokens [[buffer(1)]],          // [rows]
     device float* logprobs [[buffer(2)]],       // [rows]
-    constant SampleParams& params [[buffer(3)]],
-    uint r [[threadgroup_position_in_grid]],
+    constant SampleParams& params [[buffer(3)]], uint r [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]]) {
   const Whole whole = whole_of<T>(partials + r * params.splits * partial_size, params.splits, lane);
   if (lane == 0) {

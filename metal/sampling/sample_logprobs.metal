@@ -17,10 +17,10 @@ using namespace mittens;
 // results of the first launch.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kSampleThreads)]] void sample_logprobs(
-    const device T* x [[buffer(0)]],  // [rows, columns]
+    const device T* x [[buffer(0)]],            // [rows, columns]
     const device uint* partials [[buffer(1)]],  // [rows, splits, partial_size]
-    device uint* tokens [[buffer(2)]],  // [rows]
-    device T* y [[buffer(3)]],  // [rows, columns]
+    device uint* tokens [[buffer(2)]],          // [rows]
+    device T* y [[buffer(3)]],                  // [rows, columns]
     constant SampleParams& params [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
     uint t [[thread_index_in_threadgroup]], uint3 threads [[threads_per_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {

@@ -12,21 +12,9 @@ namespace mittens {
 // values and columns [list_size], scratch [2, 3, 32] and a counter, in threadgroup memory.
 template <typename T>
 inline void sample_row(
-    const device T* x,
-    const device uint* key,
-    device uint* tokens,
-    device float* logprobs,
-    device uint* partials,
-    constant SampleParams& params,
-    uint group,
-    uint t,
-    uint threads,
-    uint lane,
-    uint simdgroup,
-    threadgroup float* values,
-    threadgroup uint* columns,
-    threadgroup uint* scratch,
-    threadgroup atomic_uint* count) {
+    const device T* x, const device uint* key, device uint* tokens, device float* logprobs, device uint* partials,
+    constant SampleParams& params, uint group, uint t, uint threads, uint lane, uint simdgroup,
+    threadgroup float* values, threadgroup uint* columns, threadgroup uint* scratch, threadgroup atomic_uint* count) {
   Team team{t, threads, lane, simdgroup, threads / 32, scratch, 0};
 
   const uint r = group / params.splits;

@@ -72,8 +72,7 @@ inline void multiply_loaded(
         const vec<U, 2> pair = pair_of_row<U>(a, run, t);
 #pragma unroll
         for (int i = 0; i < B; ++i) {
-          sums[i].at[c][0] =
-              multiply_tiles<U>(pair, b[(i * (D / 8) + part * E / 2 + t) * 32 + lane], sums[i].at[c][0]);
+          sums[i].at[c][0] = multiply_tiles<U>(pair, b[(i * (D / 8) + part * E / 2 + t) * 32 + lane], sums[i].at[c][0]);
         }
       }
     }

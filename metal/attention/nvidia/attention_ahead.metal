@@ -12,17 +12,16 @@ using namespace mittens;
 template <typename T, int D, Share share, int B, int C>
 [[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_dense_ahead(
     dense_attention_inputs,
-    device T* y [[buffer(5)]],                // [batch, heads, queries, D], or float partial results
-    device float* logsumexp [[buffer(6)]],    // [batch, heads, queries]
-    constant AttentionParams& params [[buffer(7)]],
-    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device T* y [[buffer(5)]],              // [batch, heads, queries, D], or float partial results
+    device float* logsumexp [[buffer(6)]],  // [batch, heads, queries]
+    constant AttentionParams& params [[buffer(7)]], lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Shape = AheadShape<T, D, share, B, C>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[Shape::rows * Shape::simdgroups];
   const AttentionPlace place = place_ahead<Shape>(group, lane, simdgroup, simdgroups, params);
   attention_ahead<Shape>(
-      queries, keys_of<Shape>(keys, params, place), values_of<Shape>(values, params, place), mask,
-      sinks, y, logsumexp, params, place, scratch, rows);
+      queries, keys_of<Shape>(keys, params, place), values_of<Shape>(values, params, place), mask, sinks, y, logsumexp,
+      params, place, scratch, rows);
 }
 
 #define instantiate_type(T, name, D, blocks8, blocks16)                                                               \

@@ -12,18 +12,18 @@ using namespace mittens;
 template <typename T, int bits, int D, Share share, int B, int C>
 [[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_packed_ahead(
     packed_attention_inputs,
-    device T* y [[buffer(9)]],                     // [batch, heads, queries, D], or float partial results
-    device float* logsumexp [[buffer(10)]],        // [batch, heads, queries]
-    constant AttentionParams& params [[buffer(11)]],
-    lane_of_simdgroup, uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device T* y [[buffer(9)]],               // [batch, heads, queries, D], or float partial results
+    device float* logsumexp [[buffer(10)]],  // [batch, heads, queries]
+    constant AttentionParams& params [[buffer(11)]], lane_of_simdgroup,
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Shape = AheadShape<T, D, share, B, C>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[Shape::rows * Shape::simdgroups];
   const AttentionPlace place = place_ahead<Shape>(group, lane, simdgroup, simdgroups, params);
   attention_ahead<Shape>(
       queries, pairs_of(keys_of<Shape, bits>(keys, key_scales, key_biases, params, place)),
-      pairs_of(values_of<Shape, bits>(values, value_scales, value_biases, params, place)),
-      mask, sinks, y, logsumexp, params, place, scratch, rows);
+      pairs_of(values_of<Shape, bits>(values, value_scales, value_biases, params, place)), mask, sinks, y, logsumexp,
+      params, place, scratch, rows);
 }
 
 #define instantiate_type(T, name, bits, D, blocks16)                                                                 \

@@ -14,9 +14,8 @@ template <typename T, int bits>
     const device uint* words [[buffer(0)]],  // [batch, heads, tokens, width * bits / 32]
     const device T* scales [[buffer(1)]],    // [batch, heads, tokens, groups]
     const device T* biases [[buffer(2)]],
-    device T* y [[buffer(3)]],               // [batch, heads, tokens, width]
-    constant AttentionUnpackParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    device T* y [[buffer(3)]],  // [batch, heads, tokens, width]
+    constant AttentionUnpackParams& params [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
     uint t [[thread_index_in_threadgroup]]) {
   constexpr int E = kUnpacked;
   const uint runs = params.width / E;  // of a row
@@ -27,8 +26,8 @@ template <typename T, int bits>
   AttentionPlace place{};
   place.batch = group.z;
   place.key_head = group.y;
-  const Affine<T, bits, E> rows = head_of<T, bits, E>(
-      words, scales, biases, params.words, params.scales, params.biases, params.group_shift, place);
+  const Affine<T, bits, E> rows =
+      head_of<T, bits, E>(words, scales, biases, params.words, params.scales, params.biases, params.group_shift, place);
   const typename Affine<T, bits, E>::Run run = rows.load(at / runs, at % runs);
   float values[E];
 #pragma unroll

@@ -65,8 +65,7 @@ inline vec<U, 2> pair_of_rows(
     int e) {
   constexpr int of_word = 32 / bits;
   constexpr int of_half = 16 / bits;
-  const uint halves = side_by_side(
-      upper.words.at[e / of_word], lower.words.at[e / of_word], e % of_word >= of_half);
+  const uint halves = side_by_side(upper.words.at[e / of_word], lower.words.at[e / of_word], e % of_word >= of_half);
   return scaled(
       half_pair<bits>(halves, e % of_half), as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, false)),
       as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, true)));

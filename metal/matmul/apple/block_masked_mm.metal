@@ -27,8 +27,7 @@ template <typename T, int MB, int outputs, bool scaled>
     const device uchar* mask_of_w [[buffer(3)]],  // [matrices, blocks of outputs, blocks of columns]
     const device uchar* mask_of_y [[buffer(4)]],  // [matrices, blocks of rows, blocks of outputs]
     device T* y [[buffer(5)]],                    // [matrices, rows, outputs]
-    constant BlockMaskedParams& params [[buffer(6)]],
-    thread_of_tiles) {
+    constant BlockMaskedParams& params [[buffer(6)]], thread_of_tiles) {
   using Source = Dense<T, (outputs == 32 ? 4 : 16 / int(sizeof(T)))>;
   using Operand = TileOperand<T, Source>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
@@ -52,8 +51,7 @@ template <typename T, int rows, int E, int simdgroups, bool scaled>
     const device uchar* mask_of_w [[buffer(3)]],  // [matrices, blocks of outputs, blocks of columns]
     const device uchar* mask_of_y [[buffer(4)]],  // [matrices, blocks of rows, blocks of outputs]
     device T* y [[buffer(5)]],                    // [matrices, rows, outputs]
-    constant BlockMaskedParams& params [[buffer(6)]],
-    thread_of_tiles) {
+    constant BlockMaskedParams& params [[buffer(6)]], thread_of_tiles) {
   using Source = Dense<T, E>;
   using Shape = TransposedTile<T, Source, rows, simdgroups>;
   threadgroup typename Shape::U staged[rows * Shape::row];
@@ -63,8 +61,8 @@ template <typename T, int rows, int E, int simdgroups, bool scaled>
   }
   const uint first_output = group.y * Shape::outputs;
   multiply_by_transposed_tiles<rows, simdgroups>(
-      RowsOfX<T>{x + at.of_x, params.columns, params.rows - at.first_row}, Source::of(w + at.of_w, params.weight_stride), x,
-      y + at.of_y, first_output, params, staged, thread_at, lane,
+      RowsOfX<T>{x + at.of_x, params.columns, params.rows - at.first_row},
+      Source::of(w + at.of_w, params.weight_stride), x, y + at.of_y, first_output, params, staged, thread_at, lane,
       MaskedColumns<T, scaled>::of(mask_of_x, mask_of_w, mask_of_y, at.matrix, at.first_row, first_output, params));
 }
 
@@ -79,8 +77,10 @@ instantiate_masked("_scaled", true)
 instantiate_kernel("block_masked_mm_columns_tiles_32x32_float32", block_masked_columns_tiles, float, 32, 4, 4, false)
 instantiate_kernel("block_masked_mm_columns_tiles_32x32_float16", block_masked_columns_tiles, half, 32, 8, 2, false)
 instantiate_kernel("block_masked_mm_columns_tiles_32x32_bfloat16", block_masked_columns_tiles, bfloat, 32, 8, 2, false)
-instantiate_kernel("block_masked_mm_columns_tiles_32x32_scaled_float32", block_masked_columns_tiles, float, 32, 4, 4, true)
-instantiate_kernel("block_masked_mm_columns_tiles_32x32_scaled_float16", block_masked_columns_tiles, half, 32, 8, 2, true)
+instantiate_kernel(
+    "block_masked_mm_columns_tiles_32x32_scaled_float32", block_masked_columns_tiles, float, 32, 4, 4, true)
+instantiate_kernel(
+    "block_masked_mm_columns_tiles_32x32_scaled_float16", block_masked_columns_tiles, half, 32, 8, 2, true)
 instantiate_kernel(
     "block_masked_mm_columns_tiles_32x32_scaled_bfloat16", block_masked_columns_tiles, bfloat, 32, 8, 2, true)
 instantiate_types("block_masked_mm_tiles_64x64", block_masked_tiles, 8, 64, false)

@@ -26,8 +26,7 @@ template <typename T, bool scaled>
     const device uchar* mask_of_w [[buffer(3)]],  // [matrices, blocks of outputs, blocks of columns]
     const device uchar* mask_of_y [[buffer(4)]],  // [matrices, blocks of outputs]
     device T* y [[buffer(5)]],                    // [matrices, outputs]
-    constant BlockMaskedParams& params [[buffer(6)]],
-    thread_of_plane) {
+    constant BlockMaskedParams& params [[buffer(6)]], thread_of_plane) {
   constexpr int W = pack_size<T>();
   constexpr int R = kRowOutputs;
   constexpr int steps = 2;  // loads of a lane on their way at once, for each row of w
@@ -36,8 +35,7 @@ template <typename T, bool scaled>
   const OwnOutputs outputs = outputs_of<R>(params.outputs, group.x * threads.y + thread_at.y);
   const bool is_there = outputs.own < params.outputs;
   const uint first_output = is_there ? outputs.own : params.outputs - 1;
-  const auto columns =
-      MaskedColumns<T, scaled>::of(mask_of_x, mask_of_w, mask_of_y, group.z, 0, first_output, params);
+  const auto columns = MaskedColumns<T, scaled>::of(mask_of_x, mask_of_w, mask_of_y, group.z, 0, first_output, params);
   x += params.has_one_x ? 0 : size_t(group.z) * params.columns;
   w += params.has_one_w ? 0 : size_t(group.z) * params.matrix_elements;
   w += size_t(outputs.first) * params.weight_stride;
@@ -113,10 +111,9 @@ template <typename T, bool scaled>
     const device uchar* mask_of_w [[buffer(3)]],  // [matrices, blocks of outputs, blocks of columns]
     const device uchar* mask_of_y [[buffer(4)]],  // [matrices, blocks of outputs]
     device T* y [[buffer(5)]],                    // [matrices, outputs]
-    constant BlockMaskedParams& params [[buffer(6)]],
-    lane_of_simdgroup) {
+    constant BlockMaskedParams& params [[buffer(6)]], lane_of_simdgroup) {
   constexpr int W = pack_size<T>();
-  constexpr int ahead = 8;  // rows of w on their way at once
+  constexpr int ahead = 8;                                          // rows of w on their way at once
   constexpr int workers = kOutputSimdgroups * (32 / kMaskedLanes);  // on the same outputs, each with a row of w
   static_assert(workers <= 32, "rows of all workers lie in one block");
   threadgroup float scratch[kOutputSimdgroups * 32 * W];

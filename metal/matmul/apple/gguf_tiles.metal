@@ -20,8 +20,7 @@ template <typename T, BlockKind kind, int MB>
     const device uchar* blocks [[buffer(1)]],  // [outputs, row_bytes]
     const device T* bias [[buffer(2)]],        // [outputs]
     device T* y [[buffer(3)]],                 // [rows, outputs]
-    constant BlocksParams& params [[buffer(4)]],
-    thread_of_tiles) {
+    constant BlocksParams& params [[buffer(4)]], thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Source = BlockRows<kind, 8, true>;
   using Operand = TileOperand<T, Source>;

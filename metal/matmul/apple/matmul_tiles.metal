@@ -22,8 +22,7 @@ template <typename T, int MB>
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [rows, outputs]
-    constant GemvParams& params [[buffer(4)]],
-    thread_of_tiles) {
+    constant GemvParams& params [[buffer(4)]], thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Operand = TileOperand<T, Dense<T>>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
@@ -44,8 +43,7 @@ template <int rows>
     const device bfloat* w [[buffer(1)]],     // [columns, outputs]
     const device bfloat* bias [[buffer(2)]],  // [outputs]
     device bfloat* y [[buffer(3)]],           // [rows, outputs]
-    constant GemvParams& params [[buffer(4)]],
-    thread_of_tiles) {
+    constant GemvParams& params [[buffer(4)]], thread_of_tiles) {
   using Shape = TransposedTile<bfloat, Dense<bfloat>, rows>;
   threadgroup float staged[rows * Shape::row];
   const uint first_row = (group.z * kTileBand + group.x) * rows;
@@ -54,8 +52,8 @@ template <int rows>
   }
   multiply_by_transposed_tiles<rows>(
       RowsOfX<bfloat>{x + size_t(first_row) * params.columns, params.columns, params.rows - first_row},
-      Dense<bfloat>::of(w, params.weight_stride), bias, y + size_t(first_row) * params.outputs, group.y * Shape::outputs,
-      params, staged, thread_at, lane, TileColumns<false>{params.columns});
+      Dense<bfloat>::of(w, params.weight_stride), bias, y + size_t(first_row) * params.outputs,
+      group.y * Shape::outputs, params, staged, thread_at, lane, TileColumns<false>{params.columns});
 }
 
 instantiate_types("matmul_tiles_32", matmul_tiles, 4)

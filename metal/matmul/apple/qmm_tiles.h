@@ -31,16 +31,15 @@ struct TileOperand {
   static constant constexpr bool halves = is_same_v<T, half> && Source::fits_half;
   using type = conditional_t<halves, half, float>;
   static constant constexpr int part = halves && Values::size > 4 ? 8 : 4;  // elements of a run staged at once
-  static constant constexpr int parts = Values::size / part;        // of a step
-  static constant constexpr int step = 8 * Values::size;            // columns
-  static constant constexpr int row = 8 * part + 4;                 // of staged x, so far apart that few banks meet
+  static constant constexpr int parts = Values::size / part;                // of a step
+  static constant constexpr int step = 8 * Values::size;                    // columns
+  static constant constexpr int row = 8 * part + 4;  // of staged x, so far apart that few banks meet
 };
 
 // Elements from `first` on of a run of each of two rows, as Values::unpack leaves them. Where a run is one word its halves
 // hold neighbours: the same halves of both runs are unpacked together, so that nothing else of them is kept for later.
 template <typename Values, int part>
-inline void unpack_part(
-    typename Values::Words even, typename Values::Words odd, int first, thread half (&q)[2][part]) {
+inline void unpack_part(typename Values::Words even, typename Values::Words odd, int first, thread half (&q)[2][part]) {
   constexpr int half_run = Values::size / 2;
   half of_even[Values::size];
   half of_odd[Values::size];
@@ -134,8 +133,8 @@ struct Staging {
   using Operand = TileOperand<T, Source>;
   using U = typename Operand::type;
   static constant constexpr int size = Source::Values::size;
-  static constant constexpr int fours = Operand::part;                          // of a row, of two runs at once
-  static constant constexpr int apart = 32 * simdgroups / fours;                // rows of a thread
+  static constant constexpr int fours = Operand::part;            // of a row, of two runs at once
+  static constant constexpr int apart = 32 * simdgroups / fours;  // rows of a thread
   static constant constexpr int rows = (8 * MB + apart - 1) / apart;
 
   const device T* x;
@@ -143,7 +142,7 @@ struct Staging {
   uint column;      // of the first run
   threadgroup vec<U, 4>* to;
 
-  bool has_all;     // whether the last of the rows is there for this thread too
+  bool has_all;  // whether the last of the rows is there for this thread too
 
   // Row i of a thread, of the tile's.
   static uint row_of(uint thread_at, int i) {

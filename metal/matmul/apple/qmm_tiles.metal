@@ -22,13 +22,12 @@ template <typename T, QuantizedFormat F, int MB>
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [batch, outputs, columns]
     const device T* bias [[buffer(4)]],           // [outputs]
     device T* y [[buffer(5)]],                    // [batch, rows, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    thread_of_tiles) {
+    constant QuantizedParams& params [[buffer(6)]], thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Rows = QuantizedRows<T, F, 8>;
   using Operand = TileOperand<T, typename Rows::Source>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
-  const uint part = group.z / params.matrices;  // of the rows, or of the columns
+  const uint part = group.z / params.matrices;       // of the rows, or of the columns
   const bool splits = MB == 4 && params.splits > 1;  // more registers for 64 rows would be fewer threads
   const uint first_row = ((splits ? 0 : part * kTileBand) + group.x) * (8 * MB);
   if (first_row >= params.rows) {

@@ -18,13 +18,13 @@ struct TransposedTile {
   static constant constexpr int size = Source::Values::size;
   static constant constexpr int NB = size / 2;
   static constant constexpr int MB = size == 8 && simdgroups == kTileSimdgroups ? 4 : 2;
-  static constant constexpr int along_rows = rows / (8 * MB);                     // simdgroups
+  static constant constexpr int along_rows = rows / (8 * MB);                    // simdgroups
   static constant constexpr int outputs = simdgroups / along_rows * (4 * size);  // of the threadgroup
   static constant constexpr bool is_dense = IsDense<Source>::value;
   static constant constexpr bool is_wide = is_dense && sizeof(typename Source::Run) > 16;
   static constant constexpr bool is_long = !is_dense && TileOperand<T, Source>::halves && size == 8;
-  static constant constexpr int step = is_long ? 64 : is_wide ? 16 : 32;          // rows of weights
-  static constant constexpr int row = step + 4;                                        // of staged x
+  static constant constexpr int step = is_long ? 64 : is_wide ? 16 : 32;  // rows of weights
+  static constant constexpr int row = step + 4;                           // of staged x
 };
 
 // Stages `step` columns of x. whole: x has rows of whole fours, and all of the columns.
@@ -152,11 +152,12 @@ inline void multiply_by_transposed_tiles(
   constexpr int NB = Shape::NB;
   const uint simdgroup = thread_at / 32;
   const uint own_row = simdgroup % Shape::along_rows * (8 * MB);
-  const uint output = first_output + simdgroup / Shape::along_rows * (4 * Shape::size) +
-                      tile_column(lane) / 2 * Shape::size;
+  const uint output =
+      first_output + simdgroup / Shape::along_rows * (4 * Shape::size) + tile_column(lane) / 2 * Shape::size;
   const bool is_there = output < params.outputs;
   Tile<float, MB, NB> tile;
-  multiply_transposed_staged<rows, simdgroups>(x, w, is_there ? output : 0, own_row, staged, thread_at, lane, of_x, tile);
+  multiply_transposed_staged<rows, simdgroups>(
+      x, w, is_there ? output : 0, own_row, staged, thread_at, lane, of_x, tile);
   of_x.finish(tile);
 #pragma unroll
   for (int i = 0; i < MB; ++i) {

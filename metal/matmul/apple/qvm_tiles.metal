@@ -20,8 +20,7 @@ template <typename T, QuantizedFormat F, int rows>
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [batch, columns, outputs]
     const device T* bias [[buffer(4)]],           // [outputs]
     device T* y [[buffer(5)]],                    // [batch, rows, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    thread_of_tiles) {
+    constant QuantizedParams& params [[buffer(6)]], thread_of_tiles) {
   using Rows = QuantizedRows<T, F, 8>;
   using Shape = TransposedTile<T, typename Rows::Source, rows>;
   threadgroup typename Shape::U staged[rows * Shape::row];

@@ -20,8 +20,7 @@ template <typename T, QuantizedFormat F, int MB>
     quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [outputs, columns]
     quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
     device T* y [[buffer(7)]],                       // [rows, outputs]
-    constant QuantizedParams& params [[buffer(8)]],
-    thread_of_tiles) {
+    constant QuantizedParams& params [[buffer(8)]], thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8 / 2;
   using Rows = QuantizedRows<T, F, 8>;
   using Operand = TileOperand<T, typename Rows::Source>;

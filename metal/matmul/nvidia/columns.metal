@@ -46,10 +46,8 @@ template <typename T, int bits, int M>
     quantized_matrix(w, 1, 2, 3, T),     // [batch, columns, outputs]
     const device T* bias [[buffer(4)]],  // [outputs]
     device T* y [[buffer(5)]],           // [batch, rows, outputs], or float [splits, batch, rows, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
+    constant QuantizedParams& params [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int ahead = 4;  // rows of weights on their way at once
   threadgroup float scratch[kOutputSimdgroups * 32 * owned];

@@ -23,8 +23,7 @@ template <typename T, int S>
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [outputs]
-    constant GemvShortParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    constant GemvShortParams& params [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
     uint3 thread_at [[thread_position_in_threadgroup]]) {
   constexpr int W = pack_size<T>();
   constexpr int step = 32 * W;

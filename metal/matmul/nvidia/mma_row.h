@@ -82,8 +82,7 @@ inline void load_row_scales(
 
 // The lane's 16 elements of x, in the order of the words that they meet.
 template <Presence presence, typename T>
-inline void load_row_activations(
-    const device T* x, RowColumns<presence> columns, uint lane, thread uint (&to)[8]) {
+inline void load_row_activations(const device T* x, RowColumns<presence> columns, uint lane, thread uint (&to)[8]) {
   const uint column = columns.begin + tile_column(lane) / 2 * 128 + tile_row(lane) / 2 * 32 + tile_row(lane) % 2 * 4;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {

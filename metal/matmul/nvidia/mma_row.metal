@@ -18,8 +18,7 @@ template <typename T>
     quantized_matrix(w, 1, 2, 3, T),     // [batch, outputs, columns]
     const device T* bias [[buffer(4)]],  // [outputs]
     device T* y [[buffer(5)]],           // [batch, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    thread_of_simdgroups) {
+    constant QuantizedParams& params [[buffer(6)]], thread_of_simdgroups) {
   constexpr uint outputs_per_group = row_blocks * 8;
   threadgroup float partials[kRowSimdgroups * outputs_per_group];
 

@@ -23,8 +23,7 @@ inline void add_products(
 // sums[m] = x[m, columns of the lane] * the integers of P words
 template <int bits, bool exact, int P, int M>
 inline void multiply_words(
-    thread const Activations<P * 32 / bits, M>& a, thread const uint (&words)[P], uint two23,
-    thread float (&sums)[M]) {
+    thread const Activations<P * 32 / bits, M>& a, thread const uint (&words)[P], uint two23, thread float (&sums)[M]) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
     sums[m] = a.start[m];

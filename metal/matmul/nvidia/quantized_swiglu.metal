@@ -16,13 +16,12 @@ using namespace metal;
 using namespace mittens;
 
 template <typename T, int bits, int P, int M, int B>
-[[kernel, threads_at_most(256, M > 1 ? 384 : 512)]] void quantized_swiglu(
+[[ kernel, threads_at_most(256, M > 1 ? 384 : 512) ]] void quantized_swiglu(
     const device T* x [[buffer(0)]],     // [rows, columns]
     quantized_matrix(gate, 1, 2, 3, T),  // [outputs, columns]
     quantized_matrix(up, 4, 5, 6, T),    // as gate
     device T* y [[buffer(7)]],           // [rows, outputs]
-    constant QuantizedParams& params [[buffer(8)]],
-    thread_of_simdgroups) {
+    constant QuantizedParams& params [[buffer(8)]], thread_of_simdgroups) {
   constexpr int V = P * 32 / bits;
   constexpr bool exact = is_same_v<T, float>;
   threadgroup float partials[kProductPartials];

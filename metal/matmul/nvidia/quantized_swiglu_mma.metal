@@ -19,8 +19,7 @@ template <typename T>
     quantized_matrix(gate, 1, 2, 3, T),  // [outputs, columns]
     quantized_matrix(up, 4, 5, 6, T),    // as gate
     device T* y [[buffer(7)]],           // [rows, outputs]
-    constant QuantizedParams& params [[buffer(8)]],
-    thread_of_simdgroups) {
+    constant QuantizedParams& params [[buffer(8)]], thread_of_simdgroups) {
   static_assert(row_blocks == 2, "a block of products of each matrix");
   constexpr uint group_outputs = 8;
   constexpr uint products = row_blocks * group_outputs;  // of a simdgroup
@@ -32,7 +31,9 @@ template <typename T>
   AffineMatrix<T> matrices[row_blocks];
   matrices[0] = matrix_of(gate, gate_scales, gate_biases, params, 0, first_output).row(own);
   matrices[1] = matrix_of(up, up_scales, up_biases, params, 0, first_output).row(own);
-  multiply_row(x + size_t(group.y) * params.columns, matrices, params, lane, simdgroup, simdgroups, partials + simdgroup * products);
+  multiply_row(
+      x + size_t(group.y) * params.columns, matrices, params, lane, simdgroup, simdgroups,
+      partials + simdgroup * products);
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (t < outputs) {

@@ -32,8 +32,8 @@ inline void load_batch(AffineMatrix<T> w, uint first, thread AffineBatch<T, P, B
 // sums[m] = x[m, columns of the lane] * (scale * the integers of P words + bias)
 template <int bits, int P, int M>
 inline void multiply_weights(
-    thread const Activations<P * 32 / bits, M>& a, thread const uint (&words)[P], float scale, float bias,
-    uint two23, thread float (&sums)[M]) {
+    thread const Activations<P * 32 / bits, M>& a, thread const uint (&words)[P], float scale, float bias, uint two23,
+    thread float (&sums)[M]) {
   clear(sums);
 #pragma unroll
   for (int p = 0; p < P; ++p) {

@@ -14,13 +14,12 @@ using namespace metal;
 using namespace mittens;
 
 template <typename T, int bits, int P, int M, int B>
-[[kernel, threads_at_most(256, M > 2 ? 256 : 512)]] void quantized_matmul_rows(
+[[ kernel, threads_at_most(256, M > 2 ? 256 : 512) ]] void quantized_matmul_rows(
     const device T* x [[buffer(0)]],     // [batch, rows, columns]
     quantized_matrix(w, 1, 2, 3, T),     // [batch, outputs, columns]
     const device T* bias [[buffer(4)]],  // [outputs]
     device T* y [[buffer(5)]],           // [batch, rows, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    thread_of_simdgroups) {
+    constant QuantizedParams& params [[buffer(6)]], thread_of_simdgroups) {
   constexpr int V = P * 32 / bits;
   constexpr bool exact = is_same_v<T, float>;
   threadgroup float partials[kProductPartials];

@@ -59,8 +59,7 @@ inline void load_weights(
     for (int g = 0; g < U; ++g) {
       to.integers[n][g] = Values::load(words + g * (run * bits / 32), rows[n] * w.words_stride, 0);
     }
-    to.affine[n] =
-        vec<T, 2>(w.scales[rows[n] * w.scales_stride + group], w.biases[rows[n] * w.biases_stride + group]);
+    to.affine[n] = vec<T, 2>(w.scales[rows[n] * w.scales_stride + group], w.biases[rows[n] * w.biases_stride + group]);
   }
 }
 
@@ -119,8 +118,7 @@ inline void add_run(
     }
 #pragma unroll
     for (int block = 0; block < MB; ++block) {
-      activations.at[0][block] =
-          multiply_tiles<T>(vec<T, 2>(T(1), T(1)), x.at[u][block], activations.at[0][block]);
+      activations.at[0][block] = multiply_tiles<T>(vec<T, 2>(T(1), T(1)), x.at[u][block], activations.at[0][block]);
     }
   }
 #pragma unroll
@@ -160,8 +158,7 @@ template <typename T, int bits, int R, int MB, int run, int U, int most>
     quantized_matrix(w, 1, 2, 3, T),     // [batch, outputs, columns]
     const device T* bias [[buffer(4)]],  // [outputs]
     device T* y [[buffer(5)]],           // [batch, rows, outputs]
-    constant QuantizedParams& params [[buffer(6)]],
-    thread_of_simdgroups) {
+    constant QuantizedParams& params [[buffer(6)]], thread_of_simdgroups) {
   using Partials = TilePartials<R, MB>;
   threadgroup float partials[Partials::all];
   constexpr uint width = U * run;
@@ -198,8 +195,7 @@ template <typename T, int bits, int R, int MB, int run, int U, int most>
     const uint n = i % Partials::outputs;
     if (m < count && n < outputs) {
       const uint output = first_output + n;
-      const float sum =
-          left_sum<Partials>(partials, n, m, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
+      const float sum = left_sum<Partials>(partials, n, m, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
       y[(size_t(group.z) * params.rows + first_row + m) * params.outputs + output] = T(sum);
     }
   }

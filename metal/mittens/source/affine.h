@@ -53,8 +53,8 @@ struct Affine {
   Run load(uint row, uint more, uint column) const {
     const uint group = column >> group_shift;
     Run run;
-    run.words = Values::load(
-        matrix.words, start.words + row * matrix.words_stride + more * matrix.words_stride, column);
+    run.words =
+        Values::load(matrix.words, start.words + row * matrix.words_stride + more * matrix.words_stride, column);
     run.scale = matrix.scales[start.scales + row * matrix.scales_stride + more * matrix.scales_stride + group];
     run.bias = matrix.biases[start.biases + row * matrix.biases_stride + more * matrix.biases_stride + group];
     return run;

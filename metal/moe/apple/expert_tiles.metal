@@ -18,10 +18,8 @@ template <uint Experts>
     const device uint* inputs [[buffer(1)]],    // [pairs]
     device uint2* rows [[buffer(2)]],           // of x and of y; [pairs times rows of an input]
     device uint4* tiles [[buffer(3)]],          // expert, its first of `rows`, how many, 0; [params.tiles]
-    constant ExpertTilesParams& params [[buffer(4)]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    constant ExpertTilesParams& params [[buffer(4)]], uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup atomic_uint counts[Experts];
   threadgroup uint2 totals[Experts / 32];
   atomic_store_explicit(&counts[t], 0u, memory_order_relaxed);

@@ -16,9 +16,8 @@ template <typename T, int MB, int fewest = 1>
     const device T* w [[buffer(1)]],         // [matrices, outputs, columns]
     const device uint2* rows [[buffer(2)]],  // as of expert_tiles
     const device uint4* tiles [[buffer(3)]],
-    device T* y [[buffer(4)]],               // [pairs, rows, outputs]
-    constant GatherQmmParams& params [[buffer(5)]],
-    thread_of_tiles) {
+    device T* y [[buffer(4)]],  // [pairs, rows, outputs]
+    constant GatherQmmParams& params [[buffer(5)]], thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Source = Dense<T>;
   using Operand = TileOperand<T, Source>;
@@ -28,10 +27,8 @@ template <typename T, int MB, int fewest = 1>
     return;
   }
   const uint expert = min(tile.expert, params.pairs.matrices - 1);
-  const Source matrix[1] = {
-      Source::of(
-          w + matrix_offset(params.weights.batch, params.weights.weight_strides, expert),
-          params.weights.weight_stride)};
+  const Source matrix[1] = {Source::of(
+      w + matrix_offset(params.weights.batch, params.weights.weight_strides, expert), params.weights.weight_stride)};
   const device T* const no_biases[1] = {x};
   multiply_expert_tile<fewest, MB, NB>(
       x, matrix, no_biases, y, tile, group.y * kTileOutputs, params, staged, thread_at, lane);

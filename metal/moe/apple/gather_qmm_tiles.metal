@@ -17,9 +17,8 @@ template <typename T, QuantizedFormat F, int MB, int fewest = 1>
     const device T* bias [[buffer(4)]],           // [matrices, outputs]
     const device uint2* rows [[buffer(5)]],       // as of expert_tiles
     const device uint4* tiles [[buffer(6)]],
-    device T* y [[buffer(7)]],                    // [pairs, rows, outputs]
-    constant GatherQmmParams& params [[buffer(8)]],
-    thread_of_tiles) {
+    device T* y [[buffer(7)]],  // [pairs, rows, outputs]
+    constant GatherQmmParams& params [[buffer(8)]], thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Rows = QuantizedRows<T, F, 8>;
   using Operand = TileOperand<T, typename Rows::Source>;

@@ -18,9 +18,8 @@ template <typename T, QuantizedFormat F, int MB, int fewest = 1>
     const device T* up_bias [[buffer(8)]],           // [matrices, outputs]
     const device uint2* rows [[buffer(9)]],          // as of expert_tiles
     const device uint4* tiles [[buffer(10)]],
-    device T* y [[buffer(11)]],                      // [pairs, rows, outputs]
-    constant GatherQmmParams& params [[buffer(12)]],
-    thread_of_tiles) {
+    device T* y [[buffer(11)]],  // [pairs, rows, outputs]
+    constant GatherQmmParams& params [[buffer(12)]], thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8 / 2;
   using Rows = QuantizedRows<T, F, 8>;
   using Operand = TileOperand<T, typename Rows::Source>;

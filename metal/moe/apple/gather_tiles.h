@@ -42,7 +42,8 @@ inline float expert_epilogue(
   float with_bias[N];
 #pragma unroll
   for (int s = 0; s < N; ++s) {
-    with_bias[s] = params.weights.has_bias ? sums[s] + float(bias[s][size_t(expert) * params.weights.outputs + output]) : sums[s];
+    with_bias[s] =
+        params.weights.has_bias ? sums[s] + float(bias[s][size_t(expert) * params.weights.outputs + output]) : sums[s];
   }
   if constexpr (N == 2) {
     return gated(with_bias[0], with_bias[1], params);
@@ -115,9 +116,9 @@ inline void multiply_blocks(
 // simdgroup. w: of the expert. fewest: blocks of 8 rows that the smallest tile has.
 template <int fewest, int MB, int NB, typename T, int N, typename Source>
 inline void multiply_expert_tile(
-    const device T* x, thread const Source (&w)[N], thread const device T* const (&bias)[N], device T* y, ExpertTile tile,
-    uint first_output, constant GatherQmmParams& params, threadgroup typename TileOperand<T, Source>::type* staged,
-    uint thread_at, uint lane) {
+    const device T* x, thread const Source (&w)[N], thread const device T* const (&bias)[N], device T* y,
+    ExpertTile tile, uint first_output, constant GatherQmmParams& params,
+    threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane) {
   ExpertOutputs<T, N> to;
   to.y = y;
 #pragma unroll
@@ -132,7 +133,8 @@ inline void multiply_expert_tile(
   }
   for (uint i = thread_at / 32; i < tile.count; i += kTileSimdgroups) {
     device T* row = y + size_t(tile.row(i).y) * params.weights.outputs;
-    for (uint n = first_output + lane; n < min(first_output + 8 * NB * kTileSimdgroups, params.weights.outputs); n += 32) {
+    for (uint n = first_output + lane; n < min(first_output + 8 * NB * kTileSimdgroups, params.weights.outputs);
+         n += 32) {
       row[n] = T(not_a_number());
     }
   }

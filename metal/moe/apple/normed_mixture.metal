@@ -13,9 +13,9 @@ using namespace mittens;
 
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void mixture_normed_swiglu(
-    const device float* x [[buffer(0)]],             // [columns]
-    quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
-    quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
+    const device float* x [[buffer(0)]],                    // [columns]
+    quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),         // [matrices, outputs, columns]
+    quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),           // as gate
     quantized_matrix(shared_gate, 7, 8, 9, ScaleOf<T, F>),  // [outputs, columns]
     quantized_matrix(shared_up, 10, 11, 12, ScaleOf<T, F>),
     const device T* gate_bias [[buffer(13)]],        // [matrices, outputs]
@@ -26,7 +26,7 @@ template <typename T, QuantizedFormat F>
     device uint* indices [[buffer(18)]],             // [chosen]
     device T* weights [[buffer(19)]],                // [chosen]
     constant MixtureParams& params [[buffer(20)]],
-    const device float* squares [[buffer(21)]],      // [blocks]
+    const device float* squares [[buffer(21)]],  // [blocks]
     constant NormParams& norm [[buffer(22)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, 8>;
   constexpr int R = kRowOutputs / 2;
@@ -39,8 +39,7 @@ template <typename T, QuantizedFormat F>
   const bool own = i == params.route.k;  // the shared expert's
   if (!own) {
     if (thread_at.y == 0 && thread_at.x < 32) {
-      find_expert(
-          logits, router_bias, indices, weights, 0, i, group.x, params.route, lane, scores, keys, found);
+      find_expert(logits, router_bias, indices, weights, 0, i, group.x, params.route, lane, scores, keys, found);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -51,11 +50,12 @@ template <typename T, QuantizedFormat F>
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const OwnOutputs outputs = outputs_of<R>(shape.outputs, group.x * threads.y + thread_at.y);
   const typename Rows::Source both[2] = {
-      Rows::of(own ? shared_gate : gate, own ? shared_gate_scales : gate_scales,
-               own ? shared_gate_biases : gate_biases, shape, expert)
+      Rows::of(
+          own ? shared_gate : gate, own ? shared_gate_scales : gate_scales, own ? shared_gate_biases : gate_biases,
+          shape, expert)
           .at(outputs.first, outputs.alone),
-      Rows::of(own ? shared_up : up, own ? shared_up_scales : up_scales, own ? shared_up_biases : up_biases, shape,
-               expert)
+      Rows::of(
+          own ? shared_up : up, own ? shared_up_scales : up_scales, own ? shared_up_biases : up_biases, shape, expert)
           .at(outputs.first, outputs.alone)};
   const float addend = gated_addend<R>(gate_bias, up_bias, expert, !own, shape, outputs, at.position);
   float totals[C];

@@ -17,8 +17,7 @@ template <typename T>
     const device T* x [[buffer(0)]],            // [sums, chosen, outputs]
     const device float* weights [[buffer(1)]],  // [sums, chosen], of T where weights_of_sum says so
     device T* y [[buffer(2)]],                  // [sums, outputs]
-    constant RowSumsParams& params [[buffer(3)]],
-    uint2 at [[thread_position_in_grid]]) {
+    constant RowSumsParams& params [[buffer(3)]], uint2 at [[thread_position_in_grid]]) {
   constexpr int W = pack_size<T>();
   const uint output = at.x * (params.packs ? W : 1);
   if (output >= params.outputs) {

@@ -26,8 +26,7 @@ template <typename T, QuantizedFormat F>
     const device T* conv_bias [[buffer(7)]],      // [channels]
     device T* y [[buffer(8)]],                    // [channels]
     device T* conv_out [[buffer(9)]],             // [taps - 1, channels]
-    constant ConvolvedProductParams& params [[buffer(10)]],
-    thread_of_plane) {
+    constant ConvolvedProductParams& params [[buffer(10)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, kRunColumns>;
   constexpr int R = kConvolvedChannels;
   constexpr int C = 4 * R;  // with sums of nothing, since a simdgroup shares out a power of two
@@ -59,9 +58,8 @@ template <typename T, QuantizedFormat F>
   const T bx = T(projected * x);
   const device T* weight = conv_weight + size_t(channel) * params.taps;
   const device T* before = (params.in_place ? conv_out : conv_state) + channel;
-  float sum = params.taps == 3
-                  ? convolution<T, 3>(bx, before, weight, conv_out + channel, channels, 3, true)
-                  : convolution<T, 0>(bx, before, weight, conv_out + channel, channels, params.taps, true);
+  float sum = params.taps == 3 ? convolution<T, 3>(bx, before, weight, conv_out + channel, channels, 3, true)
+                               : convolution<T, 0>(bx, before, weight, conv_out + channel, channels, params.taps, true);
   if (params.has_bias) {
     sum += float(conv_bias[channel]);
   }

@@ -27,15 +27,14 @@ inline int int8_of(float element, float inverse, bool is_finite) {
 
 template <typename T, int group_size>
 [[kernel, max_total_threads_per_threadgroup(kInt8RowThreads)]] void int8_rows(
-    const device T* x [[buffer(0)]],      // [rows, columns]
+    const device T* x [[buffer(0)]],       // [rows, columns]
     device uint2* integers [[buffer(1)]],  // [padded_rows, columns / 8]
     device float2* scales [[buffer(2)]],   // [columns / group_size, padded_rows]
-    constant Int8Params& params [[buffer(3)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    constant Int8Params& params [[buffer(3)]], uint3 group [[threadgroup_position_in_grid]],
     uint thread_at [[thread_index_in_threadgroup]]) {
-  constexpr int own = 8;                          // columns of a thread
-  constexpr int of_group = group_size / own;      // threads
-  constexpr float smallest = 0x1p-119f;           // whose inverse is a float that GPUs do not flush
+  constexpr int own = 8;                      // columns of a thread
+  constexpr int of_group = group_size / own;  // threads
+  constexpr float smallest = 0x1p-119f;       // whose inverse is a float that GPUs do not flush
   const uint row = group.y;
   const uint at = group.x * kInt8RowThreads + thread_at;
   const bool is_there = own * at < params.columns;

@@ -50,17 +50,15 @@ inline bool has_runs(thread const Sums& sums) {
 
 template <typename T, int group_size>
 [[kernel, max_total_threads_per_threadgroup(128)]] void qmm_int8(
-    const device int8_t* x [[buffer(0)]],          // [padded_rows, columns]
-    const device float2* x_scales [[buffer(1)]],   // [columns / group_size, padded_rows]
-    const device uint* w [[buffer(2)]],            // [outputs, columns / 8]
-    const device T* scales [[buffer(3)]],          // [outputs, columns / group_size]
+    const device int8_t* x [[buffer(0)]],         // [padded_rows, columns]
+    const device float2* x_scales [[buffer(1)]],  // [columns / group_size, padded_rows]
+    const device uint* w [[buffer(2)]],           // [outputs, columns / 8]
+    const device T* scales [[buffer(3)]],         // [outputs, columns / group_size]
     const device T* biases [[buffer(4)]],
-    const device T* bias [[buffer(5)]],            // [outputs]
-    device T* y [[buffer(6)]],                     // [rows, outputs]
-    constant Int8Params& params [[buffer(7)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    const device T* bias [[buffer(5)]],  // [outputs]
+    device T* y [[buffer(6)]],           // [rows, outputs]
+    constant Int8Params& params [[buffer(7)]], uint3 group [[threadgroup_position_in_grid]],
+    uint thread_at [[thread_index_in_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int step = group_size < 64 ? 64 : group_size;  // columns
   constexpr int groups = step / group_size;
   constexpr int chunk = step / 2;  // columns that a thread unpacks
@@ -117,8 +115,8 @@ template <typename T, int group_size>
           of_x[g][i] = x_scales[size_t(at) * params.padded_rows + first_row + i];
         } else {
           const uint n = min(first_output + i, params.outputs - 1);
-          of_outputs[g * kInt8Tile + i] = float2(
-              scales[size_t(n) * params.scales_stride + at], biases[size_t(n) * params.biases_stride + at]);
+          of_outputs[g * kInt8Tile + i] =
+              float2(scales[size_t(n) * params.scales_stride + at], biases[size_t(n) * params.biases_stride + at]);
         }
       }
     }
