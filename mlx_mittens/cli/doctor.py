@@ -26,7 +26,7 @@ from ..calibration import command_buffers, store
 from ..frontend import cache
 from ..patching import targets
 from ..stats import stats
-from . import matrix_layout, pipelines
+from . import integer_products, matrix_layout, pipelines
 from .bench import op_names, select_device
 from .doctor_processes import Child, run_ahead
 from .options import add_ops, add_seed, drawn, inputs
@@ -390,6 +390,7 @@ def run(arguments: argparse.Namespace) -> int:
         "command_buffers": _command_buffers(device),
         "mlx_kernels": machine.mlx_kernel_cache(),
         "matrix_units": matrix_layout.told() if _ext.gpu()["matrix_units"] else None,
+        "integer_products": integer_products.told() if _ext.gpu()["matrix_units"] else None,
         "quick": arguments.quick,
         "seed": seed,
     }
@@ -409,6 +410,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{'buffers':13} command buffers {head['command_buffers']}")
     if head["matrix_units"]:
         print(f"{'matrix units':13} {head['matrix_units']}")
+        print(f"{'integers':13} {head['integer_products']}")
     if head["mlx_kernels"]:
         print(f"{'mlx kernels':13} MLX keeps those that it compiles at run time in {head['mlx_kernels']}")
     sys.stdout.flush()
