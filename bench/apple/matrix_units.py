@@ -57,7 +57,9 @@ def predicted(point: Point) -> tuple[Prediction, float]:
     """The prediction of a point, and its rate in the point's unit."""
     chip = find_chip(point.chip)
     size = 1 if point.dtype == "int8" else 2
-    work = unit_product(1, _SIZE, _SIZE, _SIZE, point.dtype, size, chip.tier in ("max", "ultra"))
+    work = unit_product(
+        1, _SIZE, _SIZE, _SIZE, point.dtype, size, (64, 128) if chip.tier in ("pro", "max") else (128, 128)
+    )
     prediction = predict(work, chip)
     return prediction, 2 * _SIZE**3 / prediction.microseconds / 1e6
 

@@ -57,7 +57,11 @@ nb::tuple details_of(const mx::Primitive& primitive) {
     const char* format = mode == mx::QuantizationMode::Affine  ? "affine"
                          : mode == mx::QuantizationMode::Mxfp4 ? "mxfp4"
                                                                : "another";
-    return nb::make_tuple(group_size, bits, format, transpose);
+    return nb::make_tuple(group_size, bits, format, transpose, right_sorted);
+  }
+  if (name == "GatherMM") {
+    const auto [left_sorted, right_sorted] = static_cast<const mx::GatherMM&>(primitive).state();
+    return nb::make_tuple(right_sorted);
   }
   if (name == "Softmax") {
     return nb::make_tuple(static_cast<const mx::Softmax&>(primitive).state());

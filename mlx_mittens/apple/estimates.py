@@ -115,8 +115,18 @@ def matrix_product(batch: int, m: int, n: int, k: int, dtype: str, size: int, te
     )
 
 
-def unit_product(batch: int, m: int, n: int, k: int, dtype: str, size: int, is_large: bool = False) -> Work:
-    """MLX's steel GEMM on matrix units: 128 columns of 128 rows a threadgroup, of 64 on large chips.
+def unit_product(
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    size: int,
+    tile: tuple[int, int] = (128, 128),
+    parts: int = 1,
+    along_k: int = 1,
+) -> Work:
+    """MLX's steel GEMM on matrix units, the launch that computes products.
 
     A simdgroup has 32x32 of the product. It reads its operands from memory as it multiplies them, 32 of K at a time,
     and a load of a lane is of four values of a row of 16.
@@ -128,16 +138,24 @@ def unit_product(batch: int, m: int, n: int, k: int, dtype: str, size: int, is_l
         k: Terms of a sum.
         dtype: Of the operands; `int8` stands for whatever kernel has the same tiles of bytes.
         size: Bytes of a value.
-        is_large: Whether the chip is a Max or an Ultra.
+        tile: Rows and columns of a threadgroup.
+        parts: Parts of K, each of which leaves a sum of its own, in float32.
+        along_k: SIMD-groups of a threadgroup that share its tile and have each a part of K.
     """
-    rows, columns, simdgroups = (64, 128, 8) if is_large else (128, 128, 16)
-    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
-    steps = math.ceil(k / 32)
+    rows, columns = tile
+    simdgroups = rows * columns // 32**2
+    result = 4 * parts if parts > 1 else size
+    k_of_one = math.ceil(k / (parts * along_k))
+    simdgroups *= along_k
+    batch_of_parts = batch * parts
+    tiles = batch_of_parts * math.ceil(m / rows) * math.ceil(n / columns)
+    steps = math.ceil(k_of_one / 32)
+    read = (rows + columns) * math.ceil(k / parts) * size
     return Work(
         threadgroups=tiles,
         threads=LANES * simdgroups,
-        lines=batch * (m * k + k * n + m * n) * size / LINE_BYTES,
-        summed_lines=tiles * ((rows + columns) * k + rows * columns) * size / LINE_BYTES,
+        lines=batch * ((m + n) * k * size + m * n * result) / LINE_BYTES,
+        summed_lines=tiles * (read + rows * columns * (4 if parts > 1 else size)) / LINE_BYTES,
         instructions=tiles
         * simdgroups
         * Instructions(matrix=64 * steps, loads=16 * steps, control=2 * steps, integers=6 * steps, stores=8),

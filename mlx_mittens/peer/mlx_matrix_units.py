@@ -1,7 +1,7 @@
-"""MLX's Metal kernels for the matrix units of an M5, launched where MLX launches them. Their names end in nax.
+"""MLX's quantized products and attention on the matrix units of an M5, launched where MLX launches them.
 
-The rules and the geometry are from MLX 0.32.2's host code, the last whose source is public; the kernels are those
-of the installed wheel. MLX's thin products and its kernels for dense matrices are not launched.
+The names of such kernels have nax. The rules and the geometry are MLX 0.32.4's, whose host library does as MLX 0.32.2's
+public source; the kernels are the installed wheel's. Dense products: `mlx_unit_products`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,31 @@ def fewest_rows_of_qmm(k: int, n: int, stream: Stream = None) -> int | None:
     return 33 if max(k, n) <= 2048 else 25 if max(k, n) <= 4096 else 13
 
 
-def takes_product(dtype: mx.Dtype, k: int, stream: Stream = None) -> bool:
-    """Whether MLX's quantized product of many rows, with weights [N, K], is the one on matrix units."""
-    return k % 64 == 0 and are_used(dtype, stream)
+def parts_of_qmm(shape: tuple[int, int, int], group_size: int) -> int:
+    """Into how many parts MLX splits the columns of a quantized product of many rows, for some 512 threadgroups.
+
+    Args:
+        shape: Rows of x, its columns, and outputs.
+        group_size: Weights that share a scale.
+    """
+    m, k, n = shape
+    align = max(group_size, 32)
+    parts = max(1, min(512 // (-(-n // 32) * -(-m // 32)), k // align))
+    while parts > 1 and k % (parts * align):
+        parts -= 1
+    return parts
+
+
+def takes_product(dtype: mx.Dtype, shape: tuple[int, int, int], group_size: int, stream: Stream = None) -> bool:
+    """Whether MLX's quantized product of many rows is the one on matrix units: one that it splits along K is not.
+
+    Args:
+        dtype: Of x.
+        shape: Rows of x, its columns, and outputs.
+        group_size: Weights that share a scale.
+        stream: Where it is to run.
+    """
+    return shape[1] % 64 == 0 and parts_of_qmm(shape, group_size) == 1 and are_used(dtype, stream)
 
 
 def qmm(

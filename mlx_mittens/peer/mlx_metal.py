@@ -21,7 +21,7 @@ import mlx.core as mx
 from .. import _ext, specs
 from ..ops.custom import Output, float32, int32, int64, launch
 from ..specs.matrix_op import has_bias
-from . import mlx_matrix_units
+from . import mlx_matrix_units, mlx_unit_products, split_sums
 from .mlx_sources import TYPES, has_checkout, instance, of_checkout
 
 # Columns of a row that MLX's norms hold at most, in 4 and 8 a thread; they loop over longer ones.
@@ -146,7 +146,7 @@ def quantized_matmul(
     }
     type_text = TYPES[x.dtype]
     if m >= (mlx_matrix_units.fewest_rows_of_qmm(k, n, stream) or _fewest_rows_of_qmm(k, n)):
-        if mlx_matrix_units.takes_product(x.dtype, k, stream):
+        if mlx_matrix_units.takes_product(x.dtype, (m, k, n), group_size, stream):
             return mlx_matrix_units.qmm(arguments, x.dtype, (m, k, n), group_size, bits, stream)
         return _qmm(arguments, type_text, (m, k, n), group_size, bits, stream)
     if (k == 128 and bits in (1, 2, 4, 8)) or (k == 64 and bits in (2, 4, 8)):
@@ -221,10 +221,7 @@ def _qmm(arguments, type_text, shape, group_size, bits, stream):
     m, k, n = shape
     tiles = [_ceil(n, 32), _ceil(m, 32)]
     aligned = n % 32 == 0
-    align = max(group_size, 32)
-    parts = min(max(1, 512 // math.prod(tiles)), k // align)
-    while parts > 1 and k % (parts * align):
-        parts -= 1
+    parts = mlx_matrix_units.parts_of_qmm(shape, group_size)
     arguments = arguments | {7: int32(m)}
     if parts <= 1:
         kernel = instance("quantized", "affine_qmm_t", type_text, group_size, bits, aligned, False)
@@ -233,23 +230,7 @@ def _qmm(arguments, type_text, shape, group_size, bits, stream):
     arguments |= {4: Output([parts, m, n], mx.float32), 8: int32(k // parts), 9: int32(m * n)}
     kernel = instance("quantized", "affine_qmm_t_splitk", type_text, group_size, bits, aligned)
     (partials,) = launch(*kernel, arguments, [*tiles, parts], [_SIMD, 2, 2], stream=stream)
-    kernel = instance("splitk", "gemm_splitk_accum", "float", type_text)
-    arguments = {0: partials, 1: output, 2: int32(parts), 3: int32(m * n), 4: int32(n)}
-    width, height = _block(n, m)
-    return launch(*kernel, arguments, [n // width, m // height, 1], [width, height, 1], stream=stream)[0]
-
-
-def _block(width: int, height: int) -> tuple[int, int]:
-    """MLX's threadgroup size, reduced to powers of two that divide the grid."""
-    width_bits = height_bits = 0
-    while width_bits + height_bits < 10:
-        before = width_bits + height_bits
-        width_bits += width % (2 << width_bits) == 0
-        if width_bits + height_bits < 10:
-            height_bits += height % (2 << height_bits) == 0
-        if width_bits + height_bits == before:
-            break
-    return 1 << width_bits, 1 << height_bits
+    return split_sums.added(partials, list(output.shape), output.dtype, stream=stream)
 
 
 def scaled_dot_product_attention(
@@ -440,11 +421,26 @@ class Peer:
     covers: Callable[[specs.Case, Mapping[str, Any]], bool]
 
 
+def _matmul_of_case(x, w, bias=None, *, transpose=True, stream: Stream = None) -> mx.array:
+    return mlx_unit_products.matmul(x, w.T if transpose else w, bias, stream=stream)
+
+
+def _covers_matmul(case: specs.Case, options: Mapping[str, Any]) -> bool:
+    rows, columns, outputs = case.shape
+    transpose = options.get("transpose", True)
+    if rows == 1 or outputs == 1 or case.label == "strided":
+        return False
+    turned = False, transpose
+    cpu = mx.Device(mx.cpu)
+    return mlx_unit_products.takes(rows, outputs, columns, mx.float16, turned=turned, stream=cpu)
+
+
 PEERS: dict[str, Peer] = {
     "softmax": Peer(softmax, lambda case, options: options["axis"] == -1),
     "rms_norm": Peer(rms_norm, lambda case, options: not options.get("weight_offset") and has_checkout()),
     "layer_norm": Peer(layer_norm, lambda case, options: _fills_threads(case.shape[-1]) and has_checkout()),
     "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1 and not has_bias(case)),
+    "matmul": Peer(_matmul_of_case, _covers_matmul),
     "quantized_matmul": Peer(
         quantized_matmul,
         lambda case, options: options.get("transpose", True) and not {"mode", "exact"} & options.keys(),

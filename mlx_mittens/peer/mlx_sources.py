@@ -23,6 +23,11 @@ HEADERS = {
     "sdpa_vector": ("utils.h", "sdpa_vector.h"),
     "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
     "quantized_nax": ("utils.h", "steel/gemm/gemm_nax.h", "quantized_utils.h", "quantized_nax.h"),
+    "fused_nax": ("utils.h", "steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_fused_nax.h"),
+    "thin_nax": ("utils.h", "steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_thin_nax.h"),
+    "splitk_nax": ("utils.h", "steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_splitk_nax.h"),
+    "gather_nax": ("utils.h", "steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_gather_nax.h"),
+    "segmented_nax": ("utils.h", "steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_segmented_nax.h"),
     "attention_nax": ("utils.h", "steel/attn/kernels/steel_attention_nax.h"),
 }
 TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
@@ -31,19 +36,20 @@ CHECKOUT = "MLX_MITTENS_MLX_SOURCE"
 
 
 @functools.cache
-def instance(family: str, function: str, *template: object) -> tuple[str, str]:
+def instance(family: str, function: str, *template: object, name: str = "") -> tuple[str, str]:
     """Registers one instantiation of a kernel of MLX's.
 
     Args:
         family: Of the kernel: a key of `HEADERS`.
         function: The kernel.
         template: Its template arguments.
+        name: Begins the name of the instantiation; the kernel's if left out.
 
     Returns:
         tuple[str, str]: The source's name and the kernel's, as `launch` and `mlx_mittens.frontend` take them.
     """
     arguments = [str(a).lower() if isinstance(a, bool) else str(a) for a in template]
-    kernel = "_".join([function, *arguments])
+    kernel = "_".join([name or function, *arguments])
     file = f"mlx/{kernel}.metal"
     includes = "".join(f'#include "{_KERNELS}/{header}"\n' for header in HEADERS[family])
     frontend.register_source(file, f'{includes}instantiate_kernel("{kernel}", {function}, {", ".join(arguments)})\n')

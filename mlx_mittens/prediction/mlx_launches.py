@@ -6,7 +6,6 @@ estimated: each such operation is one launch, or as many as MLX makes of it.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ import mlx.core as mx
 
 from ..apple import estimates
 from ..apple.model import Instructions, Work
+from . import mlx_unit_launches
+from .drawn import KERNEL_TYPES, drawn
 from .mlx_graph import ANOTHER_OUTPUT, Array, Operation
 
 # Operations that only say how memory is read.
@@ -47,7 +48,6 @@ _SCANS_AND_SORTS = {
     "Sort",
 }
 _PRODUCTS = {"AddMM", "Matmul"}
-_KERNEL_TYPES = {"float32", "float16", "bfloat16"}
 _CPU = mx.Device(mx.cpu)
 # Rows up to which a product reads its matrix as for one.
 _FEW_ROWS = 8
@@ -99,7 +99,8 @@ def plan(operation: Operation, graph: Sequence[Operation]) -> Peer | tuple[Estim
     if estimated is None or call is None:
         return estimated
     inputs = tuple((a.shape, a.dtype) for a in operation.inputs)
-    return Peer((name, operation.details, operation.options, inputs, _is_turned(operation, graph)), call, estimated)
+    turned = mlx_unit_launches.turned(operation, graph) if name in _PRODUCTS else ()
+    return Peer((name, operation.details, operation.options, inputs, turned), call, estimated)
 
 
 def _is_view(name: str) -> bool:
@@ -117,7 +118,7 @@ def _estimated(operation: Operation, graph: Sequence[Operation]) -> tuple[Estima
         columns = max(1, operation.inputs[0].shape[-1]) if operation.inputs[0].shape else 1
         return (Estimate(name, estimates.norm(max(1, operation.inputs[0].size // columns), columns, nbytes)),)
     if name in _PRODUCTS:
-        return (Estimate(name, _product(operation, graph)),)
+        return tuple(Estimate(name, work) for work in _product(operation, graph))
     if name in ("ScaledDotProductAttention", "mx.fast.scaled_dot_product_attention"):
         return _attention(operation, nbytes)
     return _others(operation, graph, nbytes, output)
@@ -185,27 +186,29 @@ def _moved(operation: Operation, graph: Sequence[Operation]) -> Estimate:
     return Estimate(f"{operation.name} (copy)", _mapped(output.size, 2 * output.nbytes))
 
 
-def _product(operation: Operation, graph: Sequence[Operation]) -> Work:
-    a, b = operation.inputs[:2]
-    *outer, m, n = operation.outputs[0].shape if len(operation.outputs[0].shape) > 1 else (1, 1)
-    k = a.shape[-1]
-    batch = math.prod(outer)
-    if len(b.shape) == 2:
-        batch, m = 1, batch * m
+def _product(operation: Operation, graph: Sequence[Operation]) -> tuple[Work, ...]:
+    batch, m, n, k = mlx_unit_launches.sizes_of_product(operation)
+    operand = operation.inputs[0]
     if m <= _FEW_ROWS:
-        return estimates.vector_product(batch * n, k, a.itemsize)
-    return _matrix_product(batch, m, n, k, a)
+        return (estimates.vector_product(batch * n, k, operand.itemsize),)
+    return _matrix_product(batch, m, n, k, operand, mlx_unit_launches.turned(operation, graph))
 
 
-def _matrix_product(batch: int, m: int, n: int, k: int, operand: Array) -> Work:
-    """MLX's product of matrices on the GPU that it is planned for."""
-    from ..peer import mlx_matrix_units
+def _matrix_product(
+    batch: int, m: int, n: int, k: int, operand: Array, turned: tuple[bool, bool] = (False, True)
+) -> tuple[Work, ...]:
+    """MLX's product of matrices on the GPU that it is planned for, and the sum of its parts where it is split."""
+    from ..peer import mlx_matrix_units, mlx_unit_products
 
     dtype = getattr(mx, operand.dtype)
-    if mlx_matrix_units.are_used(dtype, _CPU):
-        is_large = mlx_matrix_units.gpu(_CPU)["tier"] in ("max", "ultra")
-        return estimates.unit_product(batch, m, n, k, operand.dtype, operand.itemsize, is_large)
-    return estimates.matrix_product(batch, m, n, k, operand.dtype, operand.itemsize)
+    if not mlx_matrix_units.are_used(dtype, _CPU):
+        return (estimates.matrix_product(batch, m, n, k, operand.dtype, operand.itemsize),)
+    planned = mlx_unit_products.plan(m, n, k, dtype, batch=batch, turned=turned, stream=_CPU)
+    of_tiles = planned.tile, planned.parts, planned.simdgroups[2]
+    work = estimates.unit_product(batch, m, n, k, operand.dtype, operand.itemsize, *of_tiles)
+    if planned.parts == 1:
+        return (work,)
+    return work, _mapped(m * n, m * n * (4 * planned.parts + operand.itemsize))
 
 
 def _attention(operation: Operation, nbytes: float) -> tuple[Estimate, ...]:
@@ -217,18 +220,19 @@ def _attention(operation: Operation, nbytes: float) -> tuple[Estimate, ...]:
     batch, heads, length, width = q.shape
     keys = k.shape[2]
     scores = batch * heads * length * keys
+    pair: list[tuple[Work, ...]]
     if length <= _FEW_ROWS:
         pair = [
-            estimates.vector_product(batch * k.shape[1] * keys, width, q.itemsize),
-            estimates.vector_product(batch * k.shape[1] * v.shape[3], keys, q.itemsize),
+            (estimates.vector_product(batch * k.shape[1] * keys, width, q.itemsize),),
+            (estimates.vector_product(batch * k.shape[1] * v.shape[3], keys, q.itemsize),),
         ]
     else:
         pair = [
             _matrix_product(batch * heads, length, keys, width, q),
-            _matrix_product(batch * heads, length, v.shape[3], keys, q),
+            _matrix_product(batch * heads, length, v.shape[3], keys, q, (False, False)),
         ]
     softmax = estimates.norm(batch * heads * length, keys, 2 * scores * q.itemsize)
-    return tuple(Estimate(name, work) for work in (pair[0], softmax, pair[1]))
+    return tuple(Estimate(name, work) for work in (*pair[0], softmax, *pair[1]))
 
 
 def _read(inputs: Sequence[Array], graph: Sequence[Operation]) -> float:
@@ -280,53 +284,45 @@ def _only_splits(operation: Operation) -> bool:
     return not after
 
 
-def _is_turned(operation: Operation, graph: Sequence[Operation]) -> bool:
-    """Whether a product's second operand is the transposed view of a matrix that lies row by row."""
-    if operation.name != "Matmul":
-        return False
-    b = operation.inputs[1]
-    if b.maker is None:
-        return not b.row_contiguous
-    maker = graph[b.maker]
-    return maker.name == "Transpose" and maker.details == (1, 0)
-
-
 def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
     """A call of MLX's kernels with the operation's shapes, where one is known."""
     from ..peer import mlx_metal
 
     name, inputs = operation.name, operation.inputs
-    if name == "Softmax" and inputs[0].shape and inputs[0].dtype in _KERNEL_TYPES:
+    if name == "Softmax" and inputs[0].shape and inputs[0].dtype in KERNEL_TYPES:
         (precise,) = operation.details
-        return lambda: mlx_metal.softmax(_drawn(inputs[0]), precise=precise, stream=_CPU)
+        return lambda: mlx_metal.softmax(drawn(inputs[0]), precise=precise, stream=_CPU)
     if name == "QuantizedMatmul":
         group_size, bits, affine, transposed = operation.details
         if not affine or not transposed or len(inputs) != 4 or len(inputs[1].shape) != 2:
             return None
-        if inputs[0].dtype not in _KERNEL_TYPES or inputs[0].dtype != inputs[2].dtype:
+        if inputs[0].dtype not in KERNEL_TYPES or inputs[0].dtype != inputs[2].dtype:
             return None
-        x = _that_runs(inputs[0])
+        x = _that_runs(inputs[0], inputs[1].shape[0], group_size)
         return lambda: mlx_metal.quantized_matmul(
-            *(_drawn(x), _drawn(inputs[1]), _drawn(inputs[2]), _drawn(inputs[3])),
+            *(drawn(x), drawn(inputs[1]), drawn(inputs[2]), drawn(inputs[3])),
             group_size=group_size,
             bits=bits,
             stream=_CPU,
         )
     if name == "GatherQMM":
-        return _gather_qmv(operation)
-    if name == "Matmul":
-        return _gemv(operation, graph)
+        return mlx_unit_launches.sorted_qmm(operation) or _gather_qmv(operation)
+    if name == "GatherMM":
+        return mlx_unit_launches.sorted_mm(operation, graph)
+    if name in _PRODUCTS:
+        return (name == "Matmul" and _gemv(operation, graph)) or mlx_unit_launches.unit_product(operation, graph)
     if name == "mx.fast.scaled_dot_product_attention":
         return _sdpa(operation)
     return None
 
 
-def _that_runs(x: Array) -> Array:
+def _that_runs(x: Array, outputs: int, group_size: int) -> Array:
     """Rows of a quantized product; on matrix units of whole tiles, where the simulator would fault the last."""
     from ..peer import mlx_matrix_units
 
     rows = math.prod(x.shape[:-1])
-    if not mlx_matrix_units.takes_product(getattr(mx, x.dtype), x.shape[-1], _CPU):
+    shape = rows, x.shape[-1], outputs
+    if not mlx_matrix_units.takes_product(getattr(mx, x.dtype), shape, group_size, _CPU):
         return x
     whole = mlx_matrix_units.rows_that_run(rows)
     return x if whole == rows else Array((whole, x.shape[-1]), x.dtype, x.itemsize)
@@ -336,10 +332,10 @@ def _gather_qmv(operation: Operation) -> Callable[[], mx.array] | None:
     """Single rows with chosen experts, which are drawn as different ones."""
     from ..peer import mlx_metal
 
-    group_size, bits, mode, transposed = operation.details
+    group_size, bits, mode, transposed, _ = operation.details
     x, w, scales, *rest = operation.inputs
     *biases, lhs, rhs = rest
-    if not transposed or mode not in ("affine", "mxfp4") or x.dtype not in _KERNEL_TYPES or len(w.shape) != 3:
+    if not transposed or mode not in ("affine", "mxfp4") or x.dtype not in KERNEL_TYPES or len(w.shape) != 3:
         return None
     if x.shape[-2] != 1 or len(biases) != (mode == "affine") or lhs.size != rhs.size:
         return None
@@ -350,7 +346,7 @@ def _gather_qmv(operation: Operation) -> Callable[[], mx.array] | None:
         chosen = mx.arange(rhs.size, dtype=mx.uint32)
         rows = x.size // x.shape[-1]
         return mlx_metal.gather_qmv(
-            *(_drawn(x), _drawn(w), _drawn(scales), _drawn(biases[0]) if biases else None),
+            *(drawn(x), drawn(w), drawn(scales), drawn(biases[0]) if biases else None),
             *(chosen * rows // rhs.size, chosen % w.shape[0]),
             group_size=group_size,
             bits=bits,
@@ -365,11 +361,11 @@ def _gemv(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
     from ..peer import mlx_metal
 
     x, matrix = operation.inputs
-    turned = _is_turned(operation, graph)
-    if len(matrix.shape) != 2 or x.size != x.shape[-1] or x.dtype not in _KERNEL_TYPES or x.dtype != matrix.dtype:
+    turned = mlx_unit_launches.turned(operation, graph)[1]
+    if len(matrix.shape) != 2 or x.size != x.shape[-1] or x.dtype not in KERNEL_TYPES or x.dtype != matrix.dtype:
         return None
     w = Array(matrix.shape[::-1] if turned else matrix.shape, matrix.dtype, matrix.itemsize)
-    return lambda: mlx_metal.gemv(_drawn(w), _drawn(x), transpose=turned, stream=_CPU)
+    return lambda: mlx_metal.gemv(drawn(w), drawn(x), transpose=turned, stream=_CPU)
 
 
 def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
@@ -379,7 +375,7 @@ def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
     options = dict(operation.options)
     mask = options.get("mask", "None")
     others = set(operation.arguments) - {"q", "k", "v", "sinks"}  # a sink is a number a head: the launch is as without
-    if q is None or k is None or v is None or q.dtype not in _KERNEL_TYPES or others:
+    if q is None or k is None or v is None or q.dtype not in KERNEL_TYPES or others:
         return None
     if mask not in ("None", "causal") or k.shape != v.shape:
         return None
@@ -387,26 +383,5 @@ def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
         return None
     scale, way = float(options["scale"]), None if mask == "None" else mask
     return lambda: mlx_metal.scaled_dot_product_attention(
-        _drawn(q), _drawn(k), _drawn(v), scale=scale, mask=way, stream=_CPU
+        drawn(q), drawn(k), drawn(v), scale=scale, mask=way, stream=_CPU
     )
-
-
-@functools.lru_cache(maxsize=16)
-def _values(size: int, dtype: str) -> mx.array:
-    kind = getattr(mx, dtype)
-    if kind in (mx.uint32, mx.uint8):  # bytes are exponents
-        low, high = (0, 2**31 - 1) if kind == mx.uint32 else (118, 122)
-        return mx.random.randint(low, high, (size,), key=mx.random.key(0)).astype(kind)
-    return (0.1 * mx.random.normal((size,), key=mx.random.key(1))).astype(kind)
-
-
-def _drawn(array: Array) -> mx.array:
-    """An array of the same shape and type with values of no meaning."""
-    with mx.stream(mx.cpu):
-        few = min(array.size, 1 << 16)
-        values = _values(few, array.dtype)
-        if few < array.size:
-            values = mx.concatenate([values] * -(-array.size // few))[: array.size]
-        drawn = values.reshape(array.shape)
-        mx.eval(drawn)
-    return drawn

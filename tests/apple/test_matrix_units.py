@@ -32,7 +32,7 @@ def test_the_estimate_is_what_the_simulator_counts(rng):
     with mm.simulator.profiled() as launches:
         (c,) = launch(file, "test", arguments, [2, 2, 1], [32, 4, 2], constants=constants, stream=mx.cpu)
         mx.eval(c)
-    found, expected = counted.work_of(launches[0]), estimates.unit_product(1, m, n, k, "float16", 2, is_large=True)
+    found, expected = counted.work_of(launches[0]), estimates.unit_product(1, m, n, k, "float16", 2, (64, 128))
     for name in ("matrix", "loads", "stores"):
         assert getattr(found.instructions, name) == getattr(expected.instructions, name), name
     assert (found.lines, found.summed_lines, found.threads) == (expected.lines, expected.summed_lines, expected.threads)
@@ -44,7 +44,9 @@ def test_no_product_is_predicted_above_the_peak(name):
     chip = find_chip(name)
     for dtype, size in (("float16", 2), ("int8", 1)):
         for sizes in ((4096, 4096, 4096), (16384, 16384, 16384), (64, 4096, 4096), (1, 128, 128)):
-            work = estimates.unit_product(1, *sizes, dtype, size, chip.tier in ("max", "ultra"))
+            work = estimates.unit_product(
+                1, *sizes, dtype, size, (64, 128) if chip.tier in ("pro", "max") else (128, 128)
+            )
             rate = 2 * sizes[0] * sizes[1] * sizes[2] / predict(work, chip).microseconds / 1e6
             assert rate < script.peak(chip, dtype), (dtype, sizes)
 

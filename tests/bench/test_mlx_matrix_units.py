@@ -44,8 +44,8 @@ def assert_near(found, exact, dtype, times=1):
 QUANTIZED = [
     # GPU, dtype, rows of x, weights, the kernel's name, its threadgroups
     ("m5", HALF, 64, (70, 64), "affine_qmm_t_nax_half_64_4_false_false_64_64_64_2_2", (2, 1, 1)),
-    ("m5-max", mx.bfloat16, 65, (64, 128), "affine_qmm_t_nax_bfloat16_t_64_4_true_false_64_64_64_2_2", (1, 2, 1)),
-    ("m5", HALF, 13, (64, 4160), "affine_qmm_t_nax_half_64_4_true_false_32_64_64_2_2", (1, 1, 1)),
+    ("m5-max", mx.bfloat16, 65, (128, 64), "affine_qmm_t_nax_bfloat16_t_64_4_true_false_64_64_64_2_2", (2, 2, 1)),
+    ("m5", HALF, 13, (4160, 64), "affine_qmm_t_nax_half_64_4_true_false_32_64_64_2_2", (65, 1, 1)),
     ("m5", HALF, 32, (16, 64), "affine_qmv_quad_half", (32, 1, 1)),
     ("m5", FULL, 33, (16, 64), "affine_qmm_t_float", (1, 2, 1)),  # these tests refuse TF32
     ("m4-max", HALF, 33, (16, 64), "affine_qmm_t_half", (1, 2, 1)),
@@ -77,6 +77,17 @@ def test_rows_that_leave_a_simdgroup_of_the_last_tile_short(draw, rows, whole):
         return
     with pytest.raises(Fault, match=r"quantized_nax\.h:\d+, while thread \(0, 0, \d\) .* waits at threadgroup_barrier"):
         launched(call, "m5")
+
+
+def test_quantized_products_that_mlx_splits(draw):
+    """So few tiles it splits along K before it asks for matrix units, and computes the parts without them."""
+    weights = mx.quantize(draw(64, 128), group_size=64, bits=4)
+    x = draw(64, 128)
+    found, runs = launched(lambda: mlx_metal.quantized_matmul(x, *weights), "m5")
+    assert [name.split("_half")[0] for name, *_ in runs] == ["affine_qmm_t_splitk", "gemm_splitk_accum_float"]
+    assert runs[0][1] == (2, 2, 2)
+    w = specs.widen(mx.dequantize(*weights, group_size=64, bits=4))
+    assert_near(found, specs.widen(x) @ w.T, HALF, 2)
 
 
 def test_quantized_products_of_columns_that_64_does_not_divide(draw):
@@ -137,8 +148,8 @@ needs_compiler = pytest.mark.skipif(bool(agx_compiler.problem()), reason=agx_com
 
 @needs_compiler
 def test_they_are_predicted_without_machine_code(draw):
-    weights = mx.quantize(draw(64, 128), group_size=64, bits=4)
-    x, q = draw(40, 128), draw(1, 1, 64, 64)
+    weights = mx.quantize(draw(64, 64), group_size=64, bits=4)
+    x, q = draw(40, 64), draw(1, 1, 64, 64)
     mx.eval(x, q, weights)
 
     def calls():
@@ -157,7 +168,7 @@ def test_they_are_predicted_without_machine_code(draw):
         assert launch.on(earlier.chip).prediction is None  # which has no such units
         assert launch.work.instructions.matrix * 8**3 == launch.launch.counts["tensor_multiplies"]
     of_weights = next(launch for launch in launches if launch.launch.kernel == kernels[0])
-    assert of_weights.launch.counts["tensor_multiplies"] == 64 * 64 * 128  # a whole tile of rows
+    assert of_weights.launch.counts["tensor_multiplies"] == 64 * 64 * 64  # a whole tile of rows
     assert launches.total.microseconds > sum(launch.prediction.microseconds for launch in launches)
 
 
@@ -188,3 +199,25 @@ def test_a_kernel_that_assumes_the_layout_of_an_m5_is_found_by_another(draw):
     with mx.stream(mx.cpu), mm.simulator.enabled(gpu="m5", tensor_layout="shuffled"):
         with pytest.raises(Fault, match=r"attn/nax\.h:\d+: the left operand .*never asked"):
             mx.eval(mlx_metal.scaled_dot_product_attention(q, q, q, scale=0.1))
+
+
+@needs_compiler
+def test_dense_products_and_sorted_experts_are_predicted(draw):
+    """A large product by the tiles of its launch, others by the simulator."""
+    x, w, wide = draw(33, 64), draw(70, 64), draw(4096, 64)
+    experts, rows = draw(3, 64, 64), draw(48, 1, 64)
+    packed = mx.quantize(experts, group_size=64, bits=4)
+    rhs = mx.array([0] * 16 + [1] * 16 + [2] * 16, mx.uint32)
+    bias, many = draw(70), draw(1024, 64)
+    mx.eval(x, w, wide, experts, rows, packed, rhs, bias, many)
+
+    def names(gpu):
+        with mx.stream(mx.cpu), mm.simulator.predicted(gpu, peer="metal") as launches:
+            mx.eval(x @ w.T, mx.addmm(bias, x, w.T), many @ wide.T)
+            mx.eval(mx.gather_qmm(rows, *packed, rhs_indices=rhs, transpose=True, group_size=64, sorted_indices=True))
+        return [launch.launch.kernel if hasattr(launch, "launch") else launch.name for launch in launches]
+
+    found = names("m5")
+    assert sorted(found[:3]) == ["Matmul", *["gemm_thin_nax_half_2_2_1_1_4_true"] * 2]
+    assert found[-1] == "affine_gather_qmm_rhs_nax_half_64_4_32_64_64_2_2_true"
+    assert not [name for name in names("m4-max") if "nax" in name]
