@@ -10,7 +10,7 @@ from helpers.tolerances import PEER
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, specs
-from mlx_mittens.peer import mlx_matrix_units, mlx_unit_gathers, mlx_unit_products
+from mlx_mittens.peer import mlx_matrix_units, mlx_metal, mlx_unit_gathers, mlx_unit_products
 from mlx_mittens.simulator import Fault
 
 HALF, FULL = mx.float16, mx.float32
@@ -282,3 +282,14 @@ def test_what_these_do_not_take(draw):
             mlx_unit_products.matmul(draw(4, 8), mx.contiguous(draw(9, 8)).T)
         with pytest.raises(ValueError, match=r"x has shape \(4, 2, 8\): expected \[..., 1, K\]"):
             mlx_unit_gathers.gather_mm(draw(4, 2, 8), draw(2, 8, 8), mx.zeros((4,), mx.uint32))
+
+
+def test_the_op_has_this_peer_where_there_are_matrix_units(rng):
+    op = specs.get("matmul")
+    case = next(case for case in op.tests if case.shape == (2, 90, 40))
+    arrays = op.draw(rng, case, HALF)
+    with mx.stream(mx.cpu), mm.simulator.enabled(gpu="m4-max"):
+        assert mlx_metal.of(op, case) is None
+    found, ((kernel, *_),) = recorded(lambda: specs.run(op, mlx_metal.of(op, case), case, arrays)[0])
+    assert kernel == "gemm_thin_nax_half_2_2_1_1_4_false"
+    assert specs.error(found, op.exact(case, arrays)[0]) < PEER[HALF]
