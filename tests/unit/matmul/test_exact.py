@@ -93,6 +93,23 @@ def test_the_patch_on_gpus(rng, dtype, gpu, mode, bits, group_size):
                     assert_rows_alone(lambda x: mm.quantized_swiglu(x, w, up, **options), x)
 
 
+@pytest.mark.parametrize("bits", [4, 8, 3])
+def test_every_number_of_rows_on_a_cpu(rng, dtype, native, bits):
+    """Of a product, and of one expert: parts that rows are cut into have all sizes, 9 of float32 one of 4."""
+    triple = quantize(rng, (128, 64), dtype, 64, bits)
+    stack = [a[None] for a in triple]
+    options = {"group_size": 64, "bits": bits}
+    with mm.patched(exact=True):
+        for rows in range(1, 33):
+            x = draw(rng, (rows, 64), dtype)
+            expert = mx.zeros((rows, 1), mx.uint32)
+            for _ in range(4):  # which a write outside of its memory does not outlive
+                assert_rows_alone(lambda x: mm.quantized_matmul(x, *triple, **options), x)
+                of_expert = mm.gather_qmm(x[:, None, None], *stack, rhs_indices=expert, **options)
+                mx.eval(of_expert)
+            assert mx.array_equal(of_expert[:, 0, 0], mm.quantized_matmul(x, *triple, **options)), rows
+
+
 @pytest.mark.parametrize("gpu", ["m2-max", "h200"])
 @pytest.mark.parametrize("shape", [(40, 576), (12, 2048), (7, 130)], ids=str)
 def test_dense_weights_on_gpus(rng, dtype, gpu, shape):

@@ -88,14 +88,14 @@ class RowProducts {
     }
   }
 
-  // least: rows.
+  // least: rows. Those of exact products are more than most_direct_rows.
   template <int least, int most, int outputs>
   void direct_groups(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
                      float* memory) const {
     const size_t x_stride = Arranged<Source, Source::offset>::size(columns_);
     for (size_t i = 0; i < size; i += outputs) {
       each_part(rows, most, [&](size_t row, size_t count) {
-        with_index<smallest_part(least, most_direct_rows, most), most>(count, [&](auto m) {
+        with_index<smallest_part(least, most_exact_rows, most), most>(count, [&](auto m) {
           shared<m.value, outputs>(x + row * x_stride, n + i, size - i, sums + row * stride + i, stride, memory);
         });
       });
