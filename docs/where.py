@@ -104,7 +104,7 @@ _PLACES = (
     Place(
         ("matmul", "gemv"), "matmul", "gemv.cpp", ("plan_dense.cpp", "plan_columns.cpp"),
         ("gemv.metal", "gemv_tiles.metal", "apple/matmul_tiles.metal", "splitk_reduce.metal"),
-        ("gemv.cpp",), ("test_gemv.py", "test_matmul.py", "test_gemv_short.py", "test_product_traffic.py"),
+        ("gemv.cpp", "tiles.cpp"), ("test_gemv.py", "test_matmul.py", "test_gemv_short.py", "test_product_traffic.py"),
         ("nvidia/gemv_short.metal",),
     ),
     Place(
@@ -112,7 +112,7 @@ _PLACES = (
         ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "apple/qvm_tiles.metal", "splitk_reduce.metal",
          "apple/m5/int8_rows.metal", "apple/m5/qmm_int8.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
-         "integer_panel_matmul.cpp", "packed_rows.cpp"),
+         "integer_panel_matmul.cpp", "packed_rows.cpp", "tiles.cpp"),
         ("test_quantized_matmul.py", "test_integer_products.py", "test_unpacked_integers.py", "test_mma_row.py",
          "test_product_traffic.py", "test_qmm_int8.py"),
         ("nvidia/rows.metal", "nvidia/tiles.metal", "nvidia/mma_row.metal", "nvidia/columns.metal"),
@@ -134,13 +134,13 @@ _PLACES = (
         ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan_affine.cpp",),
         ("quantized_swiglu.metal", "apple/swiglu_tiles.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
-         "integer_panel_matmul.cpp", "packed_rows.cpp"), ("test_quantized_swiglu.py",),
+         "integer_panel_matmul.cpp", "packed_rows.cpp", "tiles.cpp"), ("test_quantized_swiglu.py",),
         ("nvidia/quantized_swiglu.metal", "nvidia/quantized_swiglu_mma.metal"),
     ),
     Place(
         ("block_matmul",), "matmul", "gguf_matmul.cpp", ("plan_gguf.cpp",),
         ("gguf_matmul.metal", "apple/gguf_tiles.metal"),
-        ("gguf.cpp", "integer_matmul.cpp", "integer_panel_matmul.cpp", "packed_rows.cpp"),
+        ("gguf.cpp", "integer_matmul.cpp", "integer_panel_matmul.cpp", "packed_rows.cpp", "tiles.cpp"),
         ("test_gguf.py", "test_gguf_kinds.py", "test_unpacked_integers.py", "test_product_traffic.py"),
     ),
     Place(

@@ -5,12 +5,12 @@
 // of sums stays in registers along its columns.
 #pragma once
 
-#include "cpu/isa/matmul/products.h"
+#include "cpu/isa/matmul/tiles.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
 constexpr size_t most_direct_columns_rows = 8;
-constexpr int tile_vectors = many_registers ? 4 : 2;
+static_assert(smallest_part(most_direct_columns_rows + 1, batch_rows, tile_rows) >= fewest_tile_rows);
 constexpr size_t column_panel_rows = 256;  // of weights
 // Additions to a sum that starts at zero: the roundings of equal products all go the same way, and their error grows
 // with the chain. Where weights are read directly, it is the rows that are read together.
@@ -71,12 +71,13 @@ class ColumnProducts {
         widen(begin + k, n, size, panel + k * tile_outputs, scales);
       }
       each_part(rows, tile_rows, [&](size_t row, size_t count) {
-        with_index<smallest_part(most_direct_columns_rows + 1, batch_rows, tile_rows), tile_rows>(count, [&](auto m) {
+        with_index<fewest_tile_rows, tile_rows>(count, [&](auto m) {
           for (size_t t = 0; t < tiles; ++t) {
             for (size_t k = 0; k < length; k += column_chain) {
-              tile<m.value>(x + row * columns + begin + k, columns, panel + (t * column_panel_rows + k) * tile_outputs,
-                            smaller(column_chain, length - k), sums + row * panel_outputs + t * tile_outputs,
-                            begin + k != 0);
+              column_tile<m.value>(x + row * columns + begin + k, columns,
+                                   panel + (t * column_panel_rows + k) * tile_outputs,
+                                   smaller(column_chain, length - k), sums + row * panel_outputs + t * tile_outputs,
+                                   panel_outputs, begin + k != 0);
             }
           }
         });
@@ -156,29 +157,6 @@ class ColumnProducts {
       widen_step(source_, w, s, part, [&](size_t v, Float weights) MITTENS_INLINED {
         const size_t at = s * Source::vectors + v;
         write(y + (at / tile_vectors * column_panel_rows * tile_vectors + at % tile_vectors) * width, weights, All());
-      });
-    });
-  }
-
-  template <int rows>
-  static void tile(const float* x, size_t columns, const float* w, size_t length, float* sums, bool add) {
-    Float sum[rows][tile_vectors] = {};
-    for (size_t k = 0; k < length; ++k) {
-      Float weights[tile_vectors];
-      repeat<tile_vectors>([&](auto v) MITTENS_INLINED {
-        weights[v.value] = read<Float>(w + (k * tile_vectors + v.value) * width, All());
-      });
-      repeat<rows>([&](auto m) MITTENS_INLINED {
-        const Float activation = Float{} + x[m.value * columns + k];
-        repeat<tile_vectors>([&](auto v) MITTENS_INLINED {
-          sum[m.value][v.value] = fma(weights[v.value], activation, sum[m.value][v.value]);
-        });
-      });
-    }
-    repeat<rows>([&](auto m) MITTENS_INLINED {
-      repeat<tile_vectors>([&](auto v) MITTENS_INLINED {
-        float* y = sums + m.value * panel_outputs + v.value * width;
-        write(y, add ? read<Float>(y, All()) + sum[m.value][v.value] : sum[m.value][v.value], All());
       });
     });
   }

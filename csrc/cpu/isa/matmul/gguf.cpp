@@ -24,9 +24,11 @@ void with_kinds(Type type, BlockKind kind, const F& f) {
   with_type(type, [&](auto t) { ((kind == kinds ? f(t, Kind<kinds>()) : void()), ...); });
 }
 
+#if !defined(MITTENS_UNPACKS_ALL)
 bool has_source(BlockKind kind) {
   return kind == BlockKind::q4_0 || kind == BlockKind::q8_0;
 }
+#endif
 
 constexpr size_t most_quantized = 32;  // weights of a block that there is a quantizer for
 
@@ -180,16 +182,19 @@ void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* 
     using Source = std::remove_cvref_t<decltype(source)>;
     row_products<Source>([&](size_t, size_t) { return source; }, call);
   };
+#if !defined(MITTENS_UNPACKS_ALL)
   if (kind == BlockKind::q4_0) {
-    multiply(Blocks<BlockKind::q4_0>{blocks, columns / block_weights(kind)});
-  } else if (kind == BlockKind::q8_0) {
-    multiply(Blocks<BlockKind::q8_0>{blocks, columns / block_weights(kind)});
-  } else {
-    multiply(Unpacked(weights_of_blocks(kind, blocks, columns / block_weights(kind)), type));
+    return multiply(Blocks<BlockKind::q4_0>{blocks, columns / block_weights(kind)});
   }
+  if (kind == BlockKind::q8_0) {
+    return multiply(Blocks<BlockKind::q8_0>{blocks, columns / block_weights(kind)});
+  }
+#endif
+  multiply(Unpacked(weights_of_blocks(kind, blocks, columns / block_weights(kind)), type));
 }
 
 void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y, size_t count) {
+#if !defined(MITTENS_UNPACKS_ALL)
   if (has_source(kind)) {
     with_kinds<BlockKind::q4_0, BlockKind::q8_0>(type, kind, [&](auto t, auto kind) {
       using T = decltype(t);
@@ -205,6 +210,7 @@ void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y,
     });
     return;
   }
+#endif
   const size_t weights = block_weights(kind);
   const Unpacked source(weights_of_blocks(kind, blocks, count), type);
   with_type(type, [&](auto t) {

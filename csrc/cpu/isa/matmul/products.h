@@ -43,7 +43,7 @@ constexpr IntegerRows integer_rows(Integers integers) {
 #elif defined(__AVX2__)
   constexpr IntegerRows rows[] = {{2, 12}, {4, 5}, {2, 3}, {0, 12}};
 #elif defined(__x86_64__)
-  constexpr IntegerRows rows[] = {{2, 0}, {0, 0}, {2, 0}, {0, 0}};
+  constexpr IntegerRows rows[] = {{2, 0}, {0, 0}, {2, 0}, {2, 0}};
 #elif defined(__ARM_FEATURE_DOTPROD)
   constexpr IntegerRows rows[] = {{2, 12}, {4, 12}, {0, 12}, {0, 12}};
 #elif defined(__ARM_NEON)

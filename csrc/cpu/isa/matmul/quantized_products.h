@@ -5,12 +5,6 @@
 #include "cpu/isa/matmul/column_products.h"
 #include "cpu/isa/matmul/unpacked.h"
 
-// Without AVX2 every format is unpacked by a function of its own: such processors are rare, and sources of their own
-// take long to compile.
-#if defined(__x86_64__) && !defined(__AVX2__)
-#define MITTENS_UNPACKS_ALL
-#endif
-
 namespace mittens::cpu::MITTENS_ISA {
 
 // up: of pairs of products.

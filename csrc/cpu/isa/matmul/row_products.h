@@ -4,11 +4,12 @@
 // register tiles of both go along it. Either way the order of a sum depends on the shape alone.
 #pragma once
 
-#include "cpu/isa/matmul/products.h"
+#include "cpu/isa/matmul/tiles.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
 constexpr size_t most_direct_rows = 8;
+static_assert(smallest_part(most_direct_rows + 1, batch_rows, tile_rows) >= fewest_tile_rows);
 constexpr size_t panel_outputs = 64;
 constexpr size_t panel_columns = 1024;
 constexpr size_t few_rows = 16;  // of x: for them a panel is one tile wide, which leaves it in the first cache
@@ -21,34 +22,6 @@ constexpr size_t longest_chain = narrow_vectors ? 32 : 64;
 constexpr size_t longest_tile_chain(Type type) {
   return type == Type::float32 ? 16 : narrow_vectors ? 32 : size_t{1} << 40;
 }
-
-// Sums along the lanes; chained: with totals.
-template <int rows, int outputs, bool chained>
-struct LaneSums {
-  Float v[rows][outputs] = {};
-  Float totals[rows][outputs] = {};
-  template <int m>
-  MITTENS_INLINE const Float (&of_row() const)[outputs] {
-    return totals[m];
-  }
-  MITTENS_INLINE void end_chains() {
-    repeat<rows>([&](auto m) MITTENS_INLINED {
-      repeat<outputs>([&](auto i) MITTENS_INLINED {
-        totals[m.value][i.value] = totals[m.value][i.value] + v[m.value][i.value];
-        v[m.value][i.value] = Float{};
-      });
-    });
-  }
-};
-template <int rows, int outputs>
-struct LaneSums<rows, outputs, false> {
-  Float v[rows][outputs] = {};
-  template <int m>
-  MITTENS_INLINE const Float (&of_row() const)[outputs] {
-    return v[m];
-  }
-  MITTENS_INLINE void end_chains() {}
-};
 
 template <typename Source>
 class RowProducts {
@@ -224,10 +197,10 @@ class RowProducts {
         panel[i] = 0;
       }
       each_part(rows, tile_rows, [&](size_t row, size_t count) {
-        with_index<smallest_part(most_direct_rows + 1, batch_rows, tile_rows), tile_rows>(count, [&](auto m) {
+        with_index<fewest_tile_rows, tile_rows>(count, [&](auto m) {
           for (size_t i = 0; i < size; i += tile_outputs) {
-            tile<m.value>(x + row * x_stride + begin, x_stride, panel + i * length, length, sums + row * stride + i,
-                          stride, begin != 0, chain_);
+            row_tile<m.value>(x + row * x_stride + begin, x_stride, panel + i * length, length, sums + row * stride + i,
+                              stride, begin != 0, chain_);
           }
         });
       });
@@ -242,31 +215,6 @@ class RowProducts {
         write(y + s * Source::step + v * width, weights, All());
       });
     });
-  }
-
-  template <int rows>
-  static void tile(const float* x, size_t x_stride, const float* w, size_t length, float* sums, size_t stride, bool add,
-                   size_t chain) {
-    LaneSums<rows, tile_outputs, true> sum;
-    auto add_columns = [&](size_t k) MITTENS_INLINED {
-      Float weights[tile_outputs];
-      repeat<tile_outputs>([&](auto i)
-                               MITTENS_INLINED { weights[i.value] = read<Float>(w + i.value * length + k, All()); });
-      repeat<rows>([&](auto m) MITTENS_INLINED {
-        const Float activations = read<Float>(x + m.value * x_stride + k, All());
-        repeat<tile_outputs>([&](auto i) MITTENS_INLINED {
-          sum.v[m.value][i.value] = fma(weights[i.value], activations, sum.v[m.value][i.value]);
-        });
-      });
-    };
-    for (size_t k = 0; k < length;) {
-      for (const size_t end = smaller(k + chain * width, length); k < end; k += width) {
-        add_columns(k);
-      }
-      sum.end_chains();
-    }
-    repeat<rows>([&](auto m)
-                     MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), add); });
   }
 
   const Source& source_;

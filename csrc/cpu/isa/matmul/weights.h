@@ -18,6 +18,12 @@
 #include "cpu/isa/rows.h"
 #include "cpu/quantized_matmul.h"
 
+// Without AVX2 every format is unpacked by a function of its own, and half types are widened, before a product: such
+// processors are rare, and sources of their own take long to compile.
+#if defined(__x86_64__) && !defined(__AVX2__)
+#define MITTENS_UNPACKS_ALL
+#endif
+
 namespace mittens::cpu::MITTENS_ISA {
 
 // Elements as they are.
