@@ -130,7 +130,7 @@ def gemma3n_layer(
     layer: Any, x: mx.array, mask: Any = None, cache: Any = None, per_layer_input: Any = None, offset: Any = 0
 ) -> mx.array | None:
     """mlx_lm.models.gemma3n.Gemma3nDecoderLayer."""
-    if not _is_token(_stream(x, 0), cache) or per_layer_input is None or not _is_known(layer):
+    if not _is_token(_stream(x, 0), cache) or per_layer_input is None or not _is_known(layer) or _ext.is_exact():
         return None
     altup, laurel = layer.altup, layer.laurel
     count, active, most = (getattr(layer.config, f"altup_{name}") for name in ("num_inputs", "active_idx", "coef_clip"))

@@ -205,8 +205,11 @@ def latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
 
 
 def expanded_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
-    """mlx_lm.models.deepseek_v2.DeepseekV2Attention, whose cache has heads that are made of the latents."""
-    if not _is_token(x, cache):
+    """mlx_lm.models.deepseek_v2.DeepseekV2Attention, whose cache has heads that are made of the latents.
+
+    With exact=True a token is computed as several are.
+    """
+    if not _is_token(x, cache) or _ext.is_exact():
         return None
     heads, width, rope = layer.num_heads, layer.qk_nope_head_dim, layer["rope"]
     queries, latent = _queries_and_latent(layer, x)

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import pages, tiny
 
 import mlx_mittens as mm
 from mlx_mittens.patching import quantized_batches
@@ -75,8 +75,17 @@ def test_bit_for_bit_of_half_caches(rng, native, name, weights):
     assert_bits_are_those_alone(rng, name, mx.float16 if name != "mamba2-2.7b" else mx.bfloat16, weights, None)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "minicpm3", "gemma3n"])
+def test_bit_for_bit_of_layers_with_a_token_of_their_own(rng, native, lenient, name):
+    """The same of models whose token alone the patch computes in steps of its own, unless exact=True is given."""
+    assert_model_has_the_bits_alone(rng, pages.MODELS["build"](name, mx.float16), None)
+
+
 def assert_bits_are_those_alone(rng, name, dtype, weights, bits):
-    model = tiny.build_varied(name, dtype, weights)
+    assert_model_has_the_bits_alone(rng, tiny.build_varied(name, dtype, weights), bits)
+
+
+def assert_model_has_the_bits_alone(rng, model, bits):
     prompts = [rng.integers(1, 300, n).tolist() for n in LENGTHS]
     with mm.patched(exact=True):
         alone = [answers(model, [prompt], bits)[0] for prompt in prompts]
