@@ -124,7 +124,7 @@ def test_the_documentation_has_every_folder_of_tests():
 
 def test_the_documentation_has_every_executor():
     """Beside those that a machine may have, the recorder, which stands in for Metal's on Linux."""
-    table = rows("executor | source | how it runs the kernel", "## Executors")
+    table = rows("name | source | how it runs the kernel", "## Executors")
     assert {name for name, _, _ in table} == set(mm.executors()) - {"native"} | {"recorder"}
     assert [path for _, sources, _ in table for path in folders(sources) if not (ROOT / path).exists()] == []
 

@@ -39,6 +39,7 @@ WHOLE = (
 )
 # Tests of the simulator, of plans and of users' kernels run once: no instruction set changes them.
 ONCE = (
+    "exact_steps",
     "expert_tiles",
     "normed_mixture",
     "normed_products",
