@@ -6,7 +6,9 @@ in_new_environment() {
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   python3 -m venv "$scratch/venv"
-  "$scratch/venv/bin/pip" install --quiet --disable-pip-version-check "$@"
-  echo "versions: $*"
+  if (($#)); then
+    "$scratch/venv/bin/pip" install --quiet --disable-pip-version-check "$@"
+    echo "versions: $*"
+  fi
   cd "$scratch" && cat > program.py && venv/bin/python program.py
 }
