@@ -1,4 +1,4 @@
-// Stand-ins for arrays, to ask what a call would do: of the same shape and dtype, but with a few bytes of memory.
+// Stand-ins for arrays, to predict the effect of a call: of the same shape and dtype, but with a few bytes of memory.
 // Nothing may run on them.
 #pragma once
 

@@ -33,7 +33,7 @@ struct AttentionMask {
 };
 
 // The blocks of a pool that hold a row's keys: the pool is [blocks, heads, 1 << shift keys, ..], so that the batch
-// stride of keys and values is from block to block. What entries beyond the row's keys name is not read.
+// stride of keys and values is from block to block. Entries beyond the row's keys are not followed.
 struct BlockTable {
   const int32_t* entries = nullptr;  // [batch, count]; null: keys and values are not in blocks
   size_t count = 0;

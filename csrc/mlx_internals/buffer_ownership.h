@@ -67,8 +67,8 @@ bool is_held_alone(const mx::array& array);
 // Whether an array has at most `most` holders: inputs in MLX's graph, siblings, copies.
 bool has_holders(const mx::array& array, long most);
 
-// Whether nobody but a primitive may need an input's memory. outputs: of the primitive, each of which holds the inputs;
-// MLX's is_donatable() assumes one.
+// Whether nobody but a primitive may need an input's memory. outputs: of the primitive; each output holds the inputs,
+// but MLX's is_donatable() assumes one output.
 bool is_donatable(const mx::array& input, size_t outputs);
 
 }  // namespace mittens

@@ -1,4 +1,4 @@
-// Which accesses are in order, and races between those that are not.
+// Orders memory accesses, and finds races between accesses without an order.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

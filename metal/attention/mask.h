@@ -72,7 +72,7 @@ struct EveryKey {
       thread OnlineSoftmax<T>& state, AttentionPlace place, constant AttentionParams& params, uint worker) const {}
 };
 
-// Keys and values that lie one after the other: what a simdgroup takes at once is in no block of its own.
+// Keys and values that lie one after the other: a simdgroup's step is in no block.
 struct WholeRow {};
 
 struct WholeRows {

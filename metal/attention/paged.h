@@ -1,5 +1,5 @@
 // Keys and values in blocks of a pool that all rows of the batch share: a table names the blocks of each row, in the place
-// of WholeRows. A simdgroup takes keys of one block at once, as a block is a multiple of what it takes.
+// of WholeRows. A simdgroup's step lies within one block, as a block is a multiple of a step.
 #pragma once
 
 #include "attention/ragged.h"
@@ -8,12 +8,12 @@ namespace mittens {
 
 // The block of some keys.
 struct TableBlock {
-  uint at;     // among those of the pool
+  uint at;     // index in the pool
   uint first;  // key
   bool is_in_pool;
 };
 
-// Entries of the table outside of the pool are read, what they name is not. An entry is loaded a step before its block.
+// Reads table entries that are outside of the pool, but not their blocks. An entry is loaded a step before its block.
 struct BlockTable {
   static constant constexpr bool may_lack = true;
   const device int* entries;  // of the row
@@ -38,7 +38,7 @@ inline BlockTable block_table(const device int* table, AttentionPlace place, con
       table + size_t(place.batch) * params.table_row, params.table_entries - 1, params.blocks, params.block_shift, 0};
 }
 
-// The rows of the first block, and what lies between those of one block and the next.
+// The rows of the first block, and the distance from a block's rows to the next block's.
 template <typename Source, typename Stride>
 struct PoolRows {
   using Values = typename Source::Values;

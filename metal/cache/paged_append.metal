@@ -1,5 +1,5 @@
-// Keys and values of new tokens into blocks of a pool, which a table names for each row of the batch: those of token t
-// become key p = positions[b] + t of row b,
+// Appends keys and values of new tokens to blocks of a pool, which a table names for each row of the batch: token t
+// becomes key p = positions[b] + t of row b,
 //
 //   pool[table[b, p / n], head, p % n] = new[b, head, t],   n: keys of a block
 //

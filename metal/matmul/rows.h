@@ -49,7 +49,7 @@ struct RowsOfX {
   uint rows;
   uint first = 0;  // where they begin
 
-  // The offset of row m, by that of the row before: an offset of each row would take a register.
+  // Computes the offset of row m from the row before: keeping an offset of each row would take a register.
   uint offset(int m, uint column, uint before) const {
     return m == 0 ? first + column : min(before + columns, first + column + (rows - 1) * columns);
   }

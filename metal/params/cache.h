@@ -41,7 +41,7 @@ struct QuantizedRopeAppendParams {
   uint32_t bits;        // 2, 3, 4, 5, 6 or 8
 };
 
-// Strides of a row, in elements of what it holds: of new tokens batch, head and token; of a pool block, head and key.
+// Strides of a row, in elements of its array: of new tokens batch, head and token; of a pool block, head and key.
 struct RowStrides {
   int64_t at[3];
 };

@@ -73,7 +73,7 @@ mx::array joined_batch(const mx::array& input, int axis, int size, int batch, mx
 // A view of the scores' shape, with strides of 0 where the mask is broadcast.
 mx::array broadcast_mask(const mx::array& mask, const mx::Shape& scores, mx::Stream stream);
 
-// The inputs of the primitive: queries, keys, values, and of mask, sinks, starts and ends those that the call has.
+// The inputs of the primitive: queries, keys, values, and whichever of mask, sinks, starts and ends the call has.
 Arrays attention_inputs(AttentionCall call);
 
 // A call of native code over such inputs, whose outputs are yet to be filled in, and the keys of its rows.

@@ -176,7 +176,7 @@ AttentionOutput output_of(const Arrays& results) {
   return results.size() == 1 ? AttentionOutput(results[0]) : std::tuple(results[0], results[1]);
 }
 
-// What a call gives whose rows have no keys.
+// The result of a call whose rows have no keys.
 AttentionOutput output_of_nothing(const AttentionCall& call, const mx::Shape& shape, int keys, bool has_logsumexp,
                                   mx::Stream s) {
   const auto known = [&](const mx::array& results) { return or_nan(results, std::nullopt, call.ends, keys, s); };

@@ -120,8 +120,8 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
     hand_over(std::move(made), outputs[0]);
   }
 
-  // What the attention alone reads, taken out of the step's inputs: those left are the append's, which a copy would
-  // hold so that it could not update them in place.
+  // Moves the inputs that only the attention reads out of the step's inputs. The append's inputs remain. We must not
+  // copy them, since a second reference would prevent their update in place.
   Arrays taken(Arrays& inputs) const {
     const auto first = inputs.begin() + static_cast<std::ptrdiff_t>(std::min(input_count_, inputs.size()));
     Arrays others(std::make_move_iterator(first), std::make_move_iterator(inputs.end()));

@@ -1,5 +1,5 @@
-// Keys and values in blocks of a pool, which a table names for each row of the batch: what the append to them and the
-// attention over them check alike.
+// Checks that the append and the attention share, for keys and values in blocks of a pool. A table names the blocks of
+// each row of the batch.
 #pragma once
 
 #include <tuple>

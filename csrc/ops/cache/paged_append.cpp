@@ -37,7 +37,7 @@ RowStrides strides_of(const mx::array& rows) {
 }
 
 // Which new row each key of the pool gets, [blocks, keys of a block], -1 where none. blocks, within: [rows], where each
-// goes; a block more than the pool has takes what goes nowhere.
+// goes; a block past the pool's last receives rows that go nowhere.
 mx::array row_of_key(const mx::array& pool, const mx::array& blocks, const mx::array& within, mx::Stream s) {
   const int count = pool.shape(0), block = pool.shape(2);
   const mx::array none = mx::full({count + 1, block}, -1, mx::int32, s);

@@ -95,8 +95,8 @@ namespace {
 const Name file = "cache/rope_append.metal";
 const Name quantized_file = "cache/quantized_rope_append.metal";
 
-// heads, buffers, frequencies, norms of queries and of keys and offsets, if there are any, and where heads are those of
-// queries alone, the key that heads share, if there is one, new keys and values -> queries and the buffers, in place
+// heads, buffers, frequencies, norms of queries and of keys and offsets, if there are any, and where all heads are
+// queries, the key that heads share, if there is one, new keys and values -> queries and the buffers, in place
 // where nobody else needs them. Heads are [batch, heads, tokens, width], or [batch, tokens, heads * width] where they
 // are apart.
 class RopeAppend : public KernelPrimitive {

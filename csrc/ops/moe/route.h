@@ -12,7 +12,7 @@
 
 namespace mittens {
 
-// What a caller says of a choice.
+// A caller's options for the choice of experts.
 struct RouteOptions {
   int k;
   const std::string& scores;

@@ -37,7 +37,7 @@ static_assert(int(cpu::Scores::softmax) == kScoresSoftmax && int(cpu::Scores::si
 
 using Outputs = std::tuple<mx::array, mx::array>;
 
-// Keys of which dropped groups have another: of the groups with the least sums of two keys.
+// Replaces the keys of dropped groups: the groups whose two largest keys have the least sums.
 mx::array of_kept_groups(const mx::array& keys, const Routing& routing, mx::Stream stream) {
   const int count = routing.groups - routing.kept;
   if (count == 0) {

@@ -1,6 +1,6 @@
 // A token of a short convolution with the projection before it, which reads a norm (matmul/normed_row.h):
 //
-//   b, c, x = the thirds of  sum_k row[k] * w[n, k];   y, conv_state = those of recurrence/short_conv_token.metal
+//   b, c, x = the thirds of  sum_k row[k] * w[n, k];   y, conv_state = as in recurrence/short_conv_token.metal
 //
 // A simdgroup has kConvolvedChannels channels of all thirds: their sums need no memory. A state that is written in place
 // is read by the pointer that writes it: no argument may alias another.

@@ -8,7 +8,7 @@
 //   weights<k, Source>(raw)  the weights of word k, plus middle<Source>
 //   Sum add(Sum, w, x)       the sum, with the products of each lane; x has the parts
 //   pairs                    whether panels multiply two words of two rows of x by two words of two outputs, with
-//                            add_pairs as add: a sum has the products of the first row, then those of the second
+//                            add_pairs as add: a sum has the first row's products, then the second row's
 //   longest                  additions until a sum is widened
 //   Int widened(sum)         in int32
 //   stands_for(row)          whether the integers may stand for a row of x
@@ -31,7 +31,7 @@ MITTENS_INLINE Int round_to_integers(Float v) {
 #endif
 }
 
-// v rounded to an integer of a form, at least -largest: what is not a number too, so that sums of a row that integers
+// Rounds v to an integer of a form, at least -largest. NaN is clamped as well, so that the sums of a row that integers
 // cannot stand for do not overflow.
 template <typename Form>
 MITTENS_INLINE Int integers_of_form(Float v) {

@@ -2,7 +2,7 @@
 //
 //   x[m, k] = scales[m, k / group].x * integers[m, k]
 //
-// scales[m, g].y is the sum of a group's integers. Of each eight columns those of even place come first, as qmm_int8
+// scales[m, g].y is the sum of a group's integers. In each eight columns the even places come first, as qmm_int8
 // unpacks its weights. A group with an infinite element keeps its signs, and a group with NaN has NaN for its scale, so
 // that results are not finite where x is not. Rows from `rows` to `padded_rows` are zeros.
 #include <metal_stdlib>

@@ -2,10 +2,10 @@
 //
 //   y[m, n] = sum_g x_scale[m, g] * (scales[n, g] * dot + biases[n, g] * sum of x's integers) + bias[n]
 //
-// where dot is the sum of products of integers in group g. x and its scales are those of matmul/apple/m5/int8_rows.metal,
+// where dot is the sum of products of integers in group g. x and its scales come from matmul/apple/m5/int8_rows.metal,
 // with the columns of eight in its order. A threadgroup has kInt8Tile rows and outputs, a quarter for each of its four
 // simdgroups. All of them unpack a step of weights into threadgroup memory. Rows of x are padded to whole tiles;
-// outputs past the last are those of the last, and are not stored.
+// outputs past the last repeat the last, and are not stored.
 //
 // Compiled by Metal 4 alone, and launched where the GPU has the units: products of int8 on an M4 are wrong.
 #include <metal_stdlib>
@@ -23,7 +23,7 @@ namespace mittens {
 
 enum { kInt8Side = kInt8Tile / 2 };  // rows and outputs of a simdgroup
 
-// Both halves of eight integers of 4 bits as bytes: those of even place, then the others.
+// Both halves of eight integers of 4 bits as bytes: the integers of even place, then the others.
 inline uint2 nibbles(uint word) {
   return uint2(word & 0x0f0f0f0fu, word >> 4 & 0x0f0f0f0fu);
 }
@@ -34,7 +34,7 @@ inline int with_group(int sum, int dot, float2 of_w, float2 of_x) {
   return as_type<int>(fma(of_x.x, product, as_type<float>(sum)));
 }
 
-// Whether each four elements of a lane are neighbours in a row, of which the first is an output that 4 divides.
+// Whether each four elements of a lane are neighbours in a row, and 4 divides the first one's output.
 template <typename Sums>
 inline bool has_runs(thread const Sums& sums) {
   bool has = sums.get_capacity() % 4 == 0;

@@ -57,7 +57,7 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
   mittens::announce_atomic((const volatile void*)object, sizeof(T), reads, writes, MITTENS_CALLER)
 #endif
 #ifdef __SPIRV__
-// Mesa has no atomics of float. As instructions they are like those of integers.
+// Mesa has no atomics of float. We use the atomics of integers, whose instructions are the same.
 #define MITTENS_ATOMIC_NUMBER(space) \
   ((volatile space metal::conditional_t<__is_floating_point(T), mittens::Bits<T>, T>*)&object->value)
 #else

@@ -71,7 +71,7 @@ MITTENS_INLINE unsigned lane() {
   return attribute::thread_index_in_simdgroup();
 }
 
-// What the lanes of `scope` hold, once all of them are here.
+// Waits for all lanes of `scope` and returns their values.
 MITTENS_INLINE const abi::Lanes& meet(Scope scope, const char* name, Site site, const void* caller, const void* value,
                                       unsigned bytes, abi::Combine combine = nullptr,
                                       abi::Fragments fragments = abi::no_fragments) {
@@ -200,7 +200,7 @@ constexpr bool fits_threadgroup = __is_trivially_constructible(T) || has_threadg
 template <typename T, unsigned long N>
 constexpr bool fits_threadgroup<T[N]> = fits_threadgroup<T>;
 #endif
-// A pointer, since what a reference refers to may be read before the branch that reads it.
+// A pointer, since the compiler may read through a reference before the branch that reads it.
 template <typename T>
 MITTENS_INLINE MITTENS_THREADGROUP T* threadgroup_array(const void* key, const char* name, Site site) {
 #ifdef MITTENS_DIALECT
@@ -252,7 +252,7 @@ struct simdgroup_matrix;
 
 namespace mittens {
 
-// What an array of a thread's own is of, in as many dimensions as it has.
+// The element type of a thread's own array, whatever its number of dimensions.
 template <typename T>
 struct ArrayOf {
   using type = T;
@@ -269,9 +269,9 @@ MITTENS_RUNTIME inline void* watch_private(void* array, unsigned long bytes, uns
   return runtime->private_array(array, bytes, unit, name);
 }
 
-// An array that is declared without values, for as long as it lives. A pointer, since what an array holds may be read
+// An array that is declared without values, for as long as it lives. A pointer, since the compiler may read an array
 // before the branch that reads it. It lies in a fence, which shows an index beyond it through a pointer. Constructors of
-// its elements have written it. Left out are simdgroup matrices, of which the library writes components, and vectors of
+// its elements have written it. Left out are simdgroup matrices, whose components the library writes, and vectors of
 // bool, which clang packs into bits.
 template <typename A>
 struct Fenced {

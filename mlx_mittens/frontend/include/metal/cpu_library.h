@@ -1,4 +1,4 @@
-// What a kernel library brings along besides its kernels, since it is linked against nothing: the compiler's callbacks,
+// Support code of a kernel library, which is linked against nothing: the compiler's callbacks,
 // block copies, conversions, and the one function that the simulator looks up. After the entries.
 #pragma once
 

@@ -3,7 +3,7 @@
 
 namespace mittens {
 
-// Anything in memory: for a pointer parameter its address, for a reference what stands there. A is void* where one
+// Anything in memory: the address of a pointer parameter, the value of a reference. A is void* where one
 // address space holds all others; in SPIR-V none does, and A keeps its own.
 template <typename A>
 struct Address {
@@ -80,8 +80,8 @@ MITTENS_INLINE void assign(To* to, From* from) {
 }
 
 #if defined(__SPIRV__) || defined(__NVPTX__)
-// The type of an entry's parameter: a pointer as it is. What a reference refers to comes by value in PTX, and by its
-// address in SPIR-V.
+// The type of an entry's parameter. A pointer stays a pointer. PTX passes the object of a reference by value, and
+// SPIR-V passes its address.
 template <unsigned index, typename K>
 struct Parameter;
 template <unsigned index, typename... P>

@@ -33,7 +33,7 @@ MITTENS_INLINE T broadcast_first(Scope scope, const char* name, Site site, T val
   return shuffle(scope, name, site, value, 0);
 }
 
-// Of the lanes' bits those of the scope, which then begin at bit 0.
+// Extracts the scope's bits from the lanes' bits, and moves them to bit 0.
 MITTENS_INLINE unsigned bits_of_scope(Scope scope, unsigned mask) {
   return scope == quad_scope ? mask >> (lane() & ~3u) & 15 : mask;
 }

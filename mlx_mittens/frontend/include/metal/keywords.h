@@ -5,7 +5,7 @@
 #define device MITTENS_DEVICE
 #define threadgroup MITTENS_THREADGROUP
 // It is const in Metal. Where code is made it is not, since clang gives functions of `constant T*` and of
-// `thread const T*` the same symbol; the rewriter makes const what has to be.
+// `thread const T*` the same symbol; the rewriter adds the const that is needed.
 #ifdef MITTENS_DIALECT
 #define constant MITTENS_CONSTANT const
 #else

@@ -1,4 +1,4 @@
-// What kernels log, which goes nowhere here.
+// Metal's logging, discarded here.
 #pragma once
 
 namespace metal {

@@ -337,7 +337,7 @@ MITTENS_OBJECTS(isfinite)
 MITTENS_OBJECTS(isnormal)
 MITTENS_OBJECTS(signbit)
 
-// A truth is a bool, a vector of bool, or what a comparison of vectors gives (integers, all ones where true).
+// A truth is a bool, a vector of bool, or the result of comparing vectors (integers, all ones where true).
 template <typename M>
 MITTENS_INLINE constexpr bool any(M mask) {
   if constexpr (mittens::is_class<M>) {

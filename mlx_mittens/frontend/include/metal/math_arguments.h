@@ -52,14 +52,14 @@ struct Plain<T> {
 };
 template <typename T>
 using plain_t = typename Plain<T>::type;
-// What takes no objects: numbers and vectors.
+// Enables a function for numbers and vectors, but not for objects.
 template <typename T>
 using NoObject = metal::enable_if_t<has_math<T> && !is_class<T>>;
 template <typename T>
 using FloatVector = metal::enable_if_t<is_float<T> && has_math<T> && Vector<T>::is_vector>;
 
-// What a function of floating-point numbers computes in, where its arguments differ in type: a vector, of which numbers
-// become all elements, or the one of float and half that occurs; float for bfloat. Void where Metal finds none.
+// The type in which a floating-point function computes arguments of several types: a vector, to which numbers are
+// broadcast, or the one of float and half that occurs; float for bfloat. Void where Metal finds none.
 template <typename... A>
 struct Mixed {
   static constexpr int floats = (0 + ... + int(__is_same(A, float)));
@@ -107,7 +107,7 @@ template <typename M, typename... A>
 using only_mixed_t = metal::enable_if_t<(is_class<A> || ... || !AllSame<A...>::value) && !__is_same(M, void), M>;
 template <bool all_kinds, typename... A>
 using mixed_t = only_mixed_t<typename CommonType<all_kinds, plain_t<A>...>::type, A...>;
-// The type of all arguments, some of which are objects.
+// The common type of arguments where at least one is an object.
 template <typename... A>
 using object_t = metal::enable_if_t<(false || ... || is_class<A>) && AllSame<plain_t<A>...>::value,
                                     typename CommonType<false, plain_t<A>...>::type>;

@@ -75,7 +75,7 @@ MITTENS_INLINE float fast_tan(float x) {
   return fast_sin(x) / fast_cos(x);
 }
 
-// 1 + x rounds; what was lost is made good by the quotient.
+// 1 + x rounds; the quotient corrects for the bits lost.
 MITTENS_INLINE float log1p(float x) {
   const float sum = 1.0f + x;
   return sum == 1.0f || sum == __builtin_inff() ? x : exact_log(sum) * (x / (sum - 1.0f));

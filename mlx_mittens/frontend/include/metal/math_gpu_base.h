@@ -1,4 +1,4 @@
-// What the mathematics of all GPU targets begins with: constants, and functions that are a few operations on bits.
+// Mathematics that all GPU targets share: constants, and functions that are a few operations on bits.
 #pragma once
 
 namespace mittens::math {

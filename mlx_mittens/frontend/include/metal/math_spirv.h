@@ -1,6 +1,6 @@
 // Float32 mathematics on Apple GPUs. Their exp2, log2, rsqrt and reciprocal are within an ulp or two over the whole
-// range, so that exp2 and log2 are the bare instructions in both forms; exact exp, exp10 and log make good what the
-// multiplication by a constant rounds off.
+// range, so that exp2 and log2 are the bare instructions in both forms; exact exp, exp10 and log correct the rounding
+// error of the multiplication by a constant.
 #pragma once
 
 #include "metal/math_gpu_base.h"

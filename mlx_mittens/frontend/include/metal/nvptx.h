@@ -1,8 +1,8 @@
 // The NVIDIA target: a simdgroup is a warp. Threadgroups are one-dimensional or 32 wide.
 //
 // Metal's lane numbers are the warp's own but in kernels that multiply matrices (MITTENS_MATRIX_LANES): there they are
-// such that each lane's elements of a matrix (metal/lanes.h) are those that the tensor cores take from it. One order is
-// the other with the bits of the number in other places, so that what is exchanged by xor stays so.
+// such that the tensor cores take the same elements of a matrix from each lane as Metal does (metal/lanes.h). One order
+// permutes the bits of the other's lane number, so an exchange by xor remains an exchange by xor.
 #pragma once
 
 #include "metal/gpu_base.h"
@@ -164,8 +164,8 @@ MITTENS_INLINE void barrier(Scope scope, const char*, Site, unsigned) {
   }
 }
 
-// From the lane that has this lane's bits where `own` has ones, and those of `source` elsewhere: with a constant source
-// no register says where from.
+// From the lane whose number has this lane's bits where `own` has ones, and the bits of `source` elsewhere. With a
+// constant source the lane number takes no register.
 template <unsigned own, typename T>
 MITTENS_INLINE T shuffle_beside(T value, unsigned source) {
   constexpr unsigned kept = warp_lane(own);

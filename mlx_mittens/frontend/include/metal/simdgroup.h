@@ -121,7 +121,7 @@ MITTENS_INLINE void simdgroup_barrier(mem_flags flags, mittens::Site site = mitt
 
 namespace mittens {
 
-// Which lanes of so many answered yes.
+// A bit for each of `width` lanes: whether it answered yes.
 template <unsigned width>
 class Vote {
  public:

@@ -23,7 +23,7 @@ class execution_simdgroups {
 using execution_thread = execution_threads<1>;
 using execution_simdgroup = execution_simdgroups<1>;
 
-// Sizes of a tensor, the innermost first; those that are dynamic_extent are known when it is made.
+// Sizes of a tensor, the innermost first; a size of dynamic_extent is known when the tensor is made.
 template <typename Index, size_t... sizes>
 class extents {
   static_assert(__is_integral(Index), "extents count by an integer type");
@@ -138,7 +138,7 @@ class tensor {
     }
     return data_[offset];
   }
-  // What begins at a place, up to the ends of this tensor.
+  // A view from a place up to the ends of this tensor.
   template <typename... I>
     requires(sizeof...(I) == Extents::rank())
   MITTENS_INLINE auto slice(I... begin) const {

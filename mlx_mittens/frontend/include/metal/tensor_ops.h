@@ -83,7 +83,7 @@ MITTENS_INLINE float relaxed(float x) {
                                            : __builtin_bit_cast(float, (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
 }
 
-// What the lanes of a SIMD-group hold of a product. Its sums are in float, or in int for integers.
+// A product spread over the lanes of a SIMD-group. Its sums are in float, or in int for integers.
 template <typename Left, typename Right, typename Sums, int m, int n, int k, bool transpose_left, bool transpose_right,
           bool is_relaxed>
 struct TensorProduct {

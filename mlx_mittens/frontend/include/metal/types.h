@@ -6,13 +6,13 @@
 #define MITTENS_DEVICE __attribute__((address_space(1)))
 #define MITTENS_THREADGROUP __attribute__((address_space(3)))
 #if defined(__SPIRV__) || defined(MITTENS_DIALECT)
-// There 0 is a thread's own memory. What is in SPIR-V's constant memory, 2, C++ does not copy: spirv_module.py makes 2
-// of this. The check sees by it what is cast to or from constant memory.
+// There 0 is a thread's own memory. C++ does not copy objects in SPIR-V's constant memory, 2, so spirv_module.py
+// replaces this space by 2 later. The check uses it to find casts to or from constant memory.
 #define MITTENS_CONSTANT __attribute__((address_space(4)))
 #else
 #define MITTENS_CONSTANT __attribute__((address_space(0)))
 #endif
-// Without debug information, so that what is inlined counts as the kernel's line that called it.
+// Without debug information, so that inlined code counts as the kernel's line that called it.
 #define MITTENS_INLINE inline __attribute__((always_inline, nodebug))
 
 using int8_t = signed char;
