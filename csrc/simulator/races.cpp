@@ -12,8 +12,7 @@ namespace mittens::simulator {
 
 namespace {
 
-// In place of a thread, in a cell: several lanes of one simdgroup, threads of several simdgroups, threads of several
-// threadgroups.
+// Values of Stamp::who that mean a group: lanes of one simdgroup, threads of several, threads of several threadgroups.
 constexpr unsigned kSimdgroup = 1024;
 constexpr unsigned kSeveral = 2044;
 constexpr unsigned kSeveralThreadgroups = 2045;
@@ -62,7 +61,7 @@ void Watcher::postpone(const Region& region, size_t offset, const Access& access
   postponed_.push_back(store);
 }
 
-// The stores have happened.
+// Compares the memory with its state before the postponed stores.
 void Watcher::compare() {
   const std::vector<Postponed> stores = std::move(postponed_);
   postponed_.clear();
@@ -113,7 +112,7 @@ Stamp Watcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread
           static_cast<uint32_t>(reinterpret_cast<uintptr_t>(access.caller) - library_.base())};
 }
 
-// The threads of an earlier access that is unordered with this thread's.
+// This thread together with the threads of an earlier access that is unordered with its own.
 unsigned Watcher::together(const Stamp& earlier, const Clock& clock, const abi::Thread& thread) {
   if (earlier.epoch < clock.threadgroup_start || earlier.who == kSeveralThreadgroups) {
     return kSeveralThreadgroups;
@@ -157,7 +156,7 @@ void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& a
   if (read.epoch != 0 && !in_order(read, region, clock, thread)) {
     const bool atomic = access.kind == kAtomic;
     if (atomic && !read.atomic) {
-      return;  // the plain read is in the way of more
+      return;  // keeps the plain read, which conflicts with more accesses
     }
     who = atomic == read.atomic ? together(read, clock, thread) : who;
   }

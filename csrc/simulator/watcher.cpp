@@ -1,3 +1,5 @@
+// Checks each access before it happens: bounds, alignment, writes to inputs, aliases, arrays that nothing filled; and
+// counts bytes. races.cpp has the order of accesses, whose rules watcher.h states.
 #include "simulator/watcher.h"
 
 #include <algorithm>
@@ -39,8 +41,8 @@ void Watcher::add(size_t slot, Region region) {
   }
 }
 
-// Arguments that were given the same memory. The simulator keeps a copy for each, and a GPU's compiler takes them for
-// memory of their own.
+// Finds arguments that overlap in the caller's memory. The simulator copies each argument, and a GPU's compiler assumes
+// that they do not overlap.
 void Watcher::find_aliases(Region& region) {
   if (region.space != Region::device || region.constant) {
     return;
@@ -121,7 +123,7 @@ void Watcher::lanes(const void* address, size_t bytes, unsigned mask, bool store
   }
 }
 
-// Checks an access, and returns the buffer it falls into.
+// Checks an access, and returns its region, or null for memory of no region.
 Region* Watcher::check(uintptr_t address, const Access& access) {
   if (outside_) {
     settle(address, access);
@@ -206,6 +208,7 @@ void Watcher::check_privates(uintptr_t address, const Access& access) {
   }
 }
 
+// Reports faults that show once an access is done: postponed stores, and an index outside of a thread's own array.
 void Watcher::settle() {
   if (!postponed_.empty()) {
     compare();
@@ -273,7 +276,7 @@ Region* Watcher::region_of(uintptr_t address, const Access& access) {
   return &region;
 }
 
-// Memory of no region: private memory on the fibers' stacks, constants of the library; anything else is astray.
+// The address is in no region. Private memory on a fiber's stack is allowed, and loads of the library's constants.
 Region* Watcher::outside_of_regions(uintptr_t address, const Access& access) {
   const bool known = stacks_.contains(address) || (access.kind == kLoad && library_.contains(address));
   if (!known && library_.has_extent()) {

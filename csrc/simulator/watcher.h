@@ -22,14 +22,14 @@
 
 namespace mittens::simulator {
 
-// Several threads that write one value to one place race by the letter, and no GPU shows it. They are noted, or faults.
+// Threads that write the same value to one place race formally, and no GPU shows it. It becomes a note, or a fault.
 void fault_on_equal_writes(bool fault);
 // Notes since the last call, each kind once.
 std::vector<std::string> take_notes();
 // How many launches this process has simulated.
 uint64_t launches();
 
-// When and by whom: an epoch of the memory (0 is never), a thread and its simdgroup's epoch; and where in the code.
+// Who accessed memory, when, and from which code. Epoch 0 means never. `who` is a thread, or a group of races.cpp.
 struct Stamp {
   uint32_t epoch;
   uint32_t who : 11;
@@ -55,13 +55,13 @@ struct Region {
   bool constant = false;  // a struct of params
   bool initialised = false;  // before the launch
   bool complete = false;  // every byte is to be written by the launch
-  uintptr_t buffer = 0;  // where the GPU's buffer begins in the caller's memory, which tells buffers apart
+  uintptr_t buffer = 0;  // where the buffer begins in the caller's memory, by which it is known
   size_t offset = 0;  // from there
-  size_t packed = 0;  // of a threadgroup array: where it lies among the others, one after the other
+  size_t packed = 0;  // of a threadgroup array: its offset, if all are laid out one after the other
   size_t item = 0;  // bytes of an element, where that is known
   unsigned granule_bits = 2;
   std::vector<Cell> cells = {};  // none where nothing may be written
-  std::vector<const Region*> aliases = {};  // others of the same memory of the caller's, which may be written
+  std::vector<const Region*> aliases = {};  // writable regions that overlap this one in the caller's memory
 
   uintptr_t given() const {  // in the caller's memory
     return buffer + offset;
@@ -122,7 +122,7 @@ class Watcher {
       profile_->operation(kind, operation, thread);
     }
   }
-  // After the last threadgroup: demands that all that should have been written was.
+  // After the last threadgroup: faults if a complete output has bytes that nothing wrote.
   void finish();
 
   void add(size_t slot, Region region);
@@ -132,11 +132,11 @@ class Watcher {
 
   void load(const void* address, size_t bytes, const void* caller);
   void store(const void* address, size_t bytes, const void* caller);
-  // Of a vector the components of a mask, each of `bytes`: checked one by one, and counted as one access.
+  // An access to the components of a vector that `mask` selects, each of `bytes`. Together they count as one access.
   void lanes(const void* address, size_t bytes, unsigned mask, bool stores, const void* caller);
   void atomic(const volatile void* address, size_t bytes, bool reads, bool writes, const void* caller);
-  // An index is beyond its array, as the compiler knows its size. The access that follows says whether the array is one
-  // of the threadgroup's, which has a name; else it is a thread's own, and settle() faults.
+  // The code found an index beyond its array. If the next access is to a threadgroup array, it faults with that array's
+  // name. Otherwise the array is the thread's own, and settle() faults.
   void outside_array(const void* caller);
   // An array of the running thread's own, declared without values, begins to live; without a name, it ends. An element
   // of `unit` bytes is written once a part of it is: a copy of a struct reads all of its members.
@@ -144,7 +144,7 @@ class Watcher {
   void settle();
   void barrier(abi::Scope scope, unsigned simdgroup, unsigned memory);
 
-  // The lines of the source that some places of the code are from, in words.
+  // The lines of the source of these addresses of code, as text.
   std::string lines_of(const std::vector<const void*>& callers) const;
 
  private:
@@ -176,7 +176,7 @@ class Watcher {
     std::vector<bool> written;
   };
 
-  // A store over another thread's store, a race unless both have one value: that shows after the store.
+  // A store over another thread's store: a race unless both wrote the same value, which shows after the store.
   struct Postponed {
     const Region* region;
     size_t offset;

@@ -2,8 +2,8 @@
 //
 //   S = K Q^T,   P = exp(S - m),   O = V^T P,   y = (O / l)^T,   m, l: maximum and sum of P's columns
 //
-// so that keys and values are left operands as they lie in memory, and the weights P a right one as they are. A lane has
-// two neighbouring rows of queries throughout.
+// Transposed, K and V are left operands in the order of memory, and P is a right operand without a shuffle. A lane
+// holds the same two neighbouring rows of queries throughout.
 //
 // The rows that share keys are the heads of a group times the queries. In decoding (Share::keys) the simdgroups of a
 // threadgroup have the same 8 rows and share out their keys; in prompts (Share::rows) each has rows of its own.
@@ -19,13 +19,13 @@ namespace mittens {
 
 enum class Share { keys, rows };
 
-// Simdgroups of a threadgroup, by the heads' width.
+// How many simdgroups a threadgroup has, for heads of this width.
 template <Share share>
 constexpr int attention_simdgroups(int width) {
   return share == Share::keys ? kDecodeSimdgroups : attention_prompt_simdgroups(width);
 }
 
-// For heads of D elements, and values of DV.
+// Sizes that a kernel is compiled for. Keys have D elements, values DV.
 template <typename Type, int D, int DV, Share shared>
 struct AttentionShape {
   using T = Type;
@@ -35,13 +35,14 @@ struct AttentionShape {
   static constant constexpr int slices = attention_value_slices(DV);
   static constant constexpr int columns = DV / slices;  // of the values
   static constant constexpr int width = D;
-  // In decoding on Apple GPUs registers are worth more: with one they hold 832 threads a core instead of 704.
+  // Decoding on an Apple GPU takes one block of keys at a time: fewer registers let a core hold more threads.
   static constant constexpr int key_blocks =
       share == Share::keys && !is_nvidia ? 1 : attention_key_blocks(DV, is_same_v<T, half>);
-  // Right operands that a load takes at once: several in prompts on Apple GPUs. Wider heads have no registers for them.
+  // How many right operands one load fetches: several in prompts on Apple GPUs, unless heads are too wide.
   static constant constexpr int at_once =
       share == Share::keys || is_nvidia || D > 128 ? 1 : run_size(D / 8, 1, 16 / sizeof(vec<Operand, 2>));
-  // Threadgroup memory, in float4: queries as right operands, of each simdgroup that has its own, and in the end sums.
+  // Threadgroup memory, in float4. It holds the queries as right operands; in prompts each simdgroup has its own. In
+  // decoding it holds the sums that simdgroups merge, once all keys are read.
   static constant constexpr int queries = D * kQueryRows * sizeof(Operand) / 16;
   static constant constexpr int all_queries = share == Share::rows ? simdgroups * queries : queries;
   static constant constexpr int sums = share == Share::rows ? 0 : (columns / 8 + 2) * 32 / 2;
@@ -64,8 +65,8 @@ inline AttentionPlace place_of(
       simdgroups};
 }
 
-// The lane's elements of 8 rows of queries as right operands, whose rows are in the order of the runs of keys. Zeros
-// past the last row.
+// Copies this lane's elements of 8 rows of queries to threadgroup memory, as right operands, in the order of keys,
+// which are loaded in runs of E elements. Rows past the last one are zeros.
 template <int D, int E, int apart = 1, int W = 1, typename T, typename U>
 inline void stage_queries(
     threadgroup vec<U, 2>* to, const device T* queries, AttentionPlace place, uint first_part, uint parts,
@@ -100,7 +101,7 @@ inline void stage_queries(
   }
 }
 
-// Adds the simdgroups' sums over the same rows, one after the other, into the last one's.
+// Merges the results of all simdgroups for the same rows: each hands its own to the next. The last one has the total.
 template <typename T, int N>
 inline void merge_simdgroups(
     thread Tile<float, N, 1>& sums, thread OnlineSoftmax<T>& softmax, threadgroup float2* scratch,
@@ -131,7 +132,7 @@ inline void merge_simdgroups(
   }
 }
 
-// y = O / l, or where other threadgroups have keys of the same rows, a part for attention_combine.metal.
+// Writes y = O / l. If several threadgroups share the keys of a row, writes O, m and l for attention_combine.metal.
 template <int E, typename T, int N>
 inline void write_rows(
     thread const Tile<float, N, 1>& sums, OnlineSoftmax<T> softmax, device T* y, device float* logsumexp,
@@ -177,7 +178,8 @@ inline void write_rows(
   }
 }
 
-// limits: the keys of each row of the batch, EveryKey or RowKeys. blocks: where they are, WholeRows or BlockTable.
+// `limits` says which keys a row of the batch has: EveryKey, or RowKeys (ragged.h). `blocks` says where they lie:
+// WholeRows, or BlockTable (paged.h).
 template <typename Shape, typename T, typename KeyRows, typename ValueRows, typename Limits, typename Blocks>
 inline void attention(
     const device T* queries, KeyRows keys, ValueRows values, const device T* mask, const device T* sinks, device T* y,
@@ -208,7 +210,7 @@ inline void attention(
   blocks.seek(range.begin + worker * keys_at_once);
 #pragma unroll 1
   for (uint key = range.begin + worker * keys_at_once; key < range.end; key += step) {
-    simdgroup_barrier(mem_flags::mem_threadgroup);  // queries are read anew, not kept in registers
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // keeps the compiler from holding the queries in registers
     const auto block = blocks.take(key, step);
     const bool all_seen = key >= range.seen_by_all_begin && key + keys_at_once <= range.seen_by_all_end;
     const uint hidden = all_seen ? 0 : hidden_keys<C>(key, rows, mask, params, place.lane);
@@ -232,7 +234,8 @@ inline void attention(
     }
     softmax.update(scores, sums);
     const Tile<Operand, C, 1> weights = converted<Operand>(scores);
-    // A weight of 0 times infinity is NaN: where values are not all finite, hidden keys are left out.
+    // 0 times infinity is NaN: a hidden key could spoil the sum. The second product takes values that are not finite as
+    // 0, and add_not_finite adds them for keys whose weight is not 0.
     if (all_seen) {
       multiply_transposed<false>(sums, own_values, key, limits.end(params), weights, place.lane);
     } else if (!simd_all(multiply_transposed<true>(sums, own_values, key, limits.end(params), weights, place.lane))) {

@@ -20,7 +20,7 @@ struct AttentionPlace {
   uint simdgroups;
 };
 
-// A row of queries: its keys by causality and a window, where its mask is, and its result's place among the rows of y.
+// One row of queries: the keys that it may see by causality and a window, where its mask begins, and its row of y.
 // They lie in threadgroup memory, as registers are needed for other things.
 struct AttentionRow {
   uint begin;
@@ -31,7 +31,7 @@ struct AttentionRow {
 
 constant constexpr uint no_row = 0xffffffffu;
 
-// The keys of a simdgroup: all that one of its rows may see, and therein the keys that all rows see.
+// The keys of a simdgroup: all that any of its rows may see, and within them the keys that every row sees.
 struct KeyRange {
   uint begin;
   uint end;
@@ -90,8 +90,8 @@ inline thread const Rows& rows_in(WholeRow block, thread const Rows& rows) {
   return rows;
 }
 
-// Of `count` rows, at most 32. The range begins on a multiple of `step`, so that it does not depend on the range in which
-// order keys are summed up.
+// Fills `rows` for `count` rows, at most 32, and returns their range of keys. It begins on a multiple of `step`, so
+// that the order of a sum does not depend on where it begins.
 template <uint count, typename Limits>
 inline KeyRange find_rows(
     threadgroup AttentionRow* rows, AttentionPlace place, Limits limits, constant AttentionParams& params, uint step) {
@@ -123,8 +123,8 @@ inline KeyRange find_rows(
   return range;
 }
 
-// The maximum of a row; keys that all score -inf give another one than no keys. A key that an array's mask hides by
-// -inf does not count as seen.
+// The maximum of a row; one whose keys all score -inf differs from one without keys. A key that an array's mask hides
+// by -inf does not count as seen.
 inline float seen_maximum(float m, threadgroup const AttentionRow& row, constant AttentionParams& params) {
   return m == -INFINITY && params.mask_kind == no_mask && row.begin < row.end ? lowest_score : m;
 }
@@ -135,8 +135,8 @@ constexpr uint all_hidden() {
   return (1u << 2 * C) - 1;
 }
 
-// What to add to the sums of weights of a lane's two rows where the keys of a tile cannot be read: a row that sees one of
-// them is NaN.
+// Where the keys of a tile cannot be read, these are added to the sums of weights of a lane's two rows: NaN for a row
+// that sees one of them.
 template <int C>
 inline float2 nan_where_seen(uint hidden) {
   constexpr uint of_first = all_hidden<C>() / 3;

@@ -2,29 +2,30 @@
 //
 // An op is a struct of its arrays and numbers:
 //
-//   rows[inputs]      arrays [rows, columns]; packs are aligned to the first one's rows
+//   rows[inputs]      arrays [rows, columns]; packs of 16 bytes are aligned to the first one's rows, and elements
+//                     before and behind them are edges (row_io.h)
 //   columns[weights]  arrays [columns]; each may be absent
 //   y                 the result [rows, columns]
 //
 // and four functions:
 //
-//   none    Stat of no element, where reduces is 1; fill stands for elements outside of a row
+//   none    the Stat of zero elements, if reduces is 1; fill is the value of elements outside of a row
 //   of      Stat of one thread's elements of a row
 //   done    Row, the numbers that writing needs, from the Stat of all elements
 //   write   v[0][i], an element of the result, from inputs v[k][i] and weights w[c][i]; it is
 //           called with packs and with single elements
 //
-// A Stat is a sum, or a struct with functions of its own, for results of type T: merge<T> of two sets of elements;
-// across<T, L> of the L lanes that share a row, in each of them; write_stat and read_stat to memory and back. An op
-// with reduces 0 only writes.
+// A Stat is a sum, or a struct with functions of its own, for results of type T: merge<T> joins two Stats; across<T, L>
+// joins the Stats of L lanes and gives each lane the result; write_stat and read_stat move one to memory and back, as
+// `numbers` floats. An op with reduces 0 only writes.
 //
-// The result of one op may be the input of the next: run_rows takes two. `first` is written in passing, and never read
-// again where a row stays in registers.
+// The result of one op may be the input of the next: run_rows takes two. The result of `first` is written to memory
+// too, and is not read back if the row stays in registers.
 //
 // To add an op: its struct, and a kernel that hands it on to a schedule (norm/rms_norm.metal); instantiate_rows names
 // its variants as the table of schedules in csrc/ops/norm/plan.h does. RowPrimitive::row_launches binds arguments in
-// the order of rows, weights, results, partials, params; partials are of split rows alone, as many as the op's numbers
-// for each part of a row.
+// the order of rows, weights, results, partials, params. Only split rows use partials: `numbers` floats for each part
+// of a row.
 #pragma once
 
 #include "mittens/instantiate.h"
@@ -37,7 +38,7 @@
 
 namespace mittens {
 
-// Who shares a row: L lanes of a simdgroup.
+// The threads that share a row: here L lanes of a simdgroup.
 template <int L>
 struct LaneTeam {
   uint t;
@@ -56,7 +57,7 @@ struct LaneTeam {
   }
 };
 
-// A threadgroup. One barrier a use of the scratch, [32 * numbers].
+// A threadgroup. Each op has its part of the scratch, [32 * numbers], uses it once, and so needs one barrier.
 struct ThreadgroupTeam {
   uint t;
   uint stride;
@@ -79,7 +80,7 @@ struct ThreadgroupTeam {
     return across<T, 32>(other, position.lane, float(columns));
   }
 
-  // For the next op: another part of the scratch.
+  // The team of the next op, with a part of the scratch of its own.
   template <typename Op>
   ThreadgroupTeam after(Op) const {
     return ThreadgroupTeam{t, stride, position, columns, scratch + 32 * Op::numbers};
@@ -104,7 +105,7 @@ inline RowParts<typename Op::Element, 1, N> row_input(
   return rewrite_parts<N>(first, terms, Op::fill, place, batch, parts, weights);
 }
 
-// The op that reads the arrays.
+// The op that loads from memory: `first` if there is one, else `op`.
 template <typename First, typename Op>
 inline First lead_of(First first, Op) {
   return first;
@@ -115,12 +116,12 @@ inline Op lead_of(NoOp, Op op) {
   return op;
 }
 
-// A row in registers.
+// Runs the ops on a row that stays in registers.
 template <int N, typename First, typename Op, typename Team>
 inline void row_held(First first, Op op, Team team, constant RowParams& params, uint row, bool whole) {
   const auto lead = lead_of(first, op);
   using Lead = decltype(lead_of(first, op));
-  // Where weights would take too many registers from the row, they are on their way from its own sums on.
+  // If weights would take registers that the row needs, they are loaded behind the thread's own sum.
   constexpr bool late = Op::reduces && (Op::weights > 1 || (!is_same_v<First, NoOp> && N > 2));
   const RowPlace place = row_place<typename Op::Element>(lead.rows[0].phase, row, params, whole);
   const RowBatch batch = RowBatch{team.t, team.stride, place.span.packs, team.t, !whole && team.t < place.span.edges};
@@ -274,7 +275,7 @@ inline void run_rows(
   const RowRange range = split_range(lead_of(first, op), params, thread_of);
   const typename Op::Stat own = range_stat<split_packs>(first, typename First::Row(), op, range);
   ThreadgroupTeam team = threadgroup_team(params, thread_of, scratch);
-  team.columns = 0;  // it has a part of them
+  team.columns = 0;  // a threadgroup sees a part; SplitWrite has the whole row
   const typename Op::Stat all = team.all(op, own);
   if (thread_of.t == 0) {
     write_stat(partials + Op::numbers * size_t(thread_of.group), all);
@@ -300,8 +301,8 @@ inline void run_rows(
 
 }  // namespace mittens
 
-// Kernels of the table of schedules in csrc/ops/norm/plan.h, one for each element type. `function` takes the element
-// type and the schedule.
+// Kernels of the table of schedules in csrc/ops/norm/plan.h but block8, which only layer_norm has, one for each element
+// type. `function` takes the element type and the schedule.
 #define instantiate_rows(name, function)                       \
   instantiate_types(name "_simd8", function, InLanes<8, 1>)   \
   instantiate_types(name "_simd16", function, InLanes<16, 1>) \

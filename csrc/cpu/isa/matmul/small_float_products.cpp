@@ -1,3 +1,4 @@
+// Instantiates templates of quantized_products.h, apart so that they are compiled side by side.
 #include "cpu/isa/matmul/quantized_products.h"
 
 #if !defined(MITTENS_UNPACKS_ALL)
