@@ -118,7 +118,7 @@ def _mlx_version(newest: str) -> str:
     """The version of the MLX that is installed.
 
     Raises:
-        ImportError: None is, or what is there of it is left over from several or from one that was removed.
+        ImportError: None is, or its files are left over from several versions or from one that was removed.
     """
     folders = _metadata().get("mlx", [])
     if len(folders) > 1 or any(not (folder / "METADATA").exists() for folder in folders):
@@ -139,7 +139,7 @@ def _listed(releases: Iterable[str]) -> str:
 
 
 def check_libmlx() -> None:
-    """Raises ImportError where Linux has MLX's Python part without its library, or with that of another release."""
+    """Raises ImportError where Linux has MLX's Python part without its library, or with another release's."""
     versions = _versions()
     version = versions["mlx"]
     spec = importlib.util.find_spec("mlx")

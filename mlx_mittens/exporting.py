@@ -42,7 +42,7 @@ def mark(who: str) -> None:
     """Has exported functions marked from now on.
 
     Args:
-        who: What needs it.
+        who: Name of the caller that needs it.
     """
     if who in _needed:  # modules are made by the hundred
         return
@@ -56,7 +56,7 @@ def mark(who: str) -> None:
 
 
 def unmark(who: str) -> None:
-    """Undoes `mark`: once nothing needs it, mx's functions are what they were."""
+    """Undoes `mark`: restores mx's functions once nothing needs it."""
     with _lock:
         _needed.discard(who)
         while _replaced and not _needed:

@@ -1,4 +1,4 @@
-"""GPUs as the plans of the ops know them: the machine's own, and those that the simulator stands for, by name."""
+"""GPUs as the plans of the ops know them: the machine's own, and named ones that the simulator stands for."""
 
 from __future__ import annotations
 

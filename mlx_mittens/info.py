@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 
 from . import _ext, _guard, backends, calibration, gpus, switches
-from . import ops as _ops  # noqa: F401 - with what was measured on this machine, and the check of what is disabled
+from . import ops as _ops  # noqa: F401 - loads calibrations, and checks MLX_MITTENS_DISABLE
 from .table import aligned, html
 
 __all__ = ["BuildInfo", "build_info"]
@@ -26,8 +26,8 @@ class BuildInfo:
         gpu: The GPU, as MLX or Metal names it; empty where mx has none.
         executors: As ``executors()`` has them.
         calibration: The calibration that ops follow, or why there is none, by device.
-        mlx_internals: Why what rests on private parts of MLX is off; empty where it is on.
-        disabled: What ``MLX_MITTENS_DISABLE`` names.
+        mlx_internals: Why features that rest on private parts of MLX are off; empty where they are on.
+        disabled: Names in ``MLX_MITTENS_DISABLE``.
 
     Example:
         >>> isinstance(mm.build_info(), mm.BuildInfo)

@@ -30,5 +30,5 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _folded(word: str) -> str:
-    """A word without case and without what joins its parts."""
+    """A word in lower case without the characters that join its parts."""
     return word.lower().lstrip("-").replace("_", "").replace("-", "").replace(" ", "")

@@ -23,7 +23,7 @@ Shape = Part | Sequence[Part | None] | None
 
 @dataclass(frozen=True)
 class Support:
-    """Kernels that a call would run, and what goes to mx. True where kernels compute all of it.
+    """Kernels that a call would run, and the part that goes to mx. True where kernels compute all of it.
 
     Attributes:
         op: The op.
@@ -58,8 +58,8 @@ def supports(
 ) -> Support:
     """Says which kernels a call of an op would run, by the op's own checks and plans; nothing runs.
 
-    The answer is that of this process: it depends on its GPU, its calibration, ``strict()``, ``MLX_MITTENS_DISABLE``
-    and ``simulator.enabled(gpu=...)``, within which it is that of another GPU. Arrays are taken to be row contiguous,
+    The answer holds for this process: it depends on its GPU, its calibration, ``strict()``, ``MLX_MITTENS_DISABLE``
+    and ``simulator.enabled(gpu=...)``, within which it holds for another GPU. Arrays are taken to be row contiguous,
     and a cache's buffers to be needed by nobody else.
 
     Args:

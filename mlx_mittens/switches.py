@@ -22,7 +22,7 @@ def disabled() -> tuple[str, ...]:
 
 
 def disable(off: Iterable[str]) -> None:
-    """Switches off what is named, and nothing else. A function that is patched stays so until `patch()` is called."""
+    """Switches off the named ops, and no others. A function that is patched stays so until `patch()` is called."""
     global _off
     _off = tuple(dict.fromkeys(off))
     _ext.switch_off(list(_off))

@@ -20,7 +20,7 @@ class Column:
 
     Attributes:
         name: Its heading.
-        rank: Where the terminal is too narrow, columns of the highest rank are dropped first; those of rank 0 stay.
+        rank: Where the terminal is too narrow, columns of the highest rank are dropped first; columns of rank 0 stay.
         left: Whether its cells are flush left.
     """
 
@@ -30,12 +30,12 @@ class Column:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
-    """Lines of cells in columns, so many of which are flush left and the others flush right.
+    """Lines of cells in columns; the first `left` columns are flush left and the others flush right.
 
     Args:
         lines: The cells.
         left: How many columns are flush left.
-        width: That of the terminal, into which columns that are flush left are cut; None cuts nothing.
+        width: The terminal's width, into which columns that are flush left are cut; None cuts nothing.
     """
     lines = _narrowed(lines, left, width)
     widths = [max(map(len, column)) for column in zip(*lines)]

@@ -1,9 +1,9 @@
 """asahi_clc, Mesa's compiler from SPIR-V to the machine code of Apple GPUs: where it is, and how it is built.
 
 It is built from Mesa's source, which is Debian's source package, Mesa's own archive or a file, with a patch
-(mesa.patch) that leaves out what needs LLVM, lets registers be spilled, and prints statistics and machine code. The
-result stays in the cache of compiled kernels, under a key of the patch, the options and the machine's architecture,
-with its version of Mesa beside it. Mesa's licence is MIT.
+(mesa.patch) that leaves out parts that need LLVM, lets registers be spilled, and prints statistics and machine code.
+The result stays in the cache of compiled kernels, under a key of the patch, the options and the machine's
+architecture, with its version of Mesa beside it. Mesa's licence is MIT.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def version() -> str:
 
 
 def problem() -> str:
-    """What keeps machine code from being made here, with the command to run; or an empty string."""
+    """The reason that no machine code can be made here, with the command to run; or an empty string."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return "" if shutil.which(chosen) else f"{VARIABLE} is {chosen!r}, which is not a program that runs"
@@ -205,7 +205,7 @@ def _call(
 
 
 def _require_programs(report: Callable[[str], None]) -> None:
-    """Installs what is missing, as root where a known program installs packages; elsewhere says what it is."""
+    """Installs missing programs, as root where a known program installs packages; elsewhere names them."""
     if not sys.platform.startswith("linux"):
         raise BuildError(f"asahi_clc is built on Linux only: set {VARIABLE} to one that was built elsewhere")
     missing = [program for program in _PACKAGES["apt-get"] if not shutil.which(program)]

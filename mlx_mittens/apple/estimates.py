@@ -1,4 +1,4 @@
-"""What launches do whose machine code is not at hand, from their bytes and operations.
+"""Estimates the work of launches without machine code, from their bytes and operations.
 
 Instructions are counted in the inner loops of MLX's kernels, as their sources have them. The published measurements
 that the model is held to are predicted with the same functions (`bench/apple/works.py`).
@@ -139,7 +139,7 @@ def unit_product(
         dtype: Of the operands; `int8` stands for whatever kernel has the same tiles of bytes.
         size: Bytes of a value.
         tile: Rows and columns of a threadgroup.
-        parts: Parts of K, each of which leaves a sum of its own, in float32.
+        parts: Parts of K. Each leaves a sum of its own, in float32.
         along_k: SIMD-groups of a threadgroup that share its tile and have each a part of K.
     """
     rows, columns = tile

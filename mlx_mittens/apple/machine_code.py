@@ -24,7 +24,7 @@ from ..frontend import CompileError, cache
 from ..frontend.lower import spirv_module
 from . import agx_compiler, shipped
 
-NOT_COMPILED = "not compiled"  # what tables and texts say of a kernel without machine code
+NOT_COMPILED = "not compiled"  # the mark of a kernel without machine code in tables and texts
 KINDS = ("float", "integer", "complex", "simd", "matrix", "load", "store", "control")
 
 _OPCODES = {

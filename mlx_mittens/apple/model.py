@@ -1,6 +1,6 @@
 """The predicted time of a launch on an Apple GPU, and which resource limits it.
 
-A launch takes the time to start it and the longest of what it asks of each resource, where memory and computing
+A launch takes the time to start it and the longest of its times on each resource, where memory and computing
 overlap as the constant `overlap` says:
 
     device memory  distinct lines * 128 B / (efficiency * nominal bandwidth)
@@ -11,8 +11,8 @@ overlap as the constant `overlap` says:
     dispatch       threadgroups * cycles / (cores * clock)
     latency        a simdgroup's own time, one simdgroup after another in the places that a core has
 
-What runs on cores is scaled by the busiest core's share of the threadgroups. `CONSTANTS` is the one table of numbers
-that are no property of a chip; `bench/apple/errors.py --fit` finds those that are fitted to published measurements.
+Times on cores are scaled by the busiest core's share of the threadgroups. `CONSTANTS` is the one table of numbers
+that are no property of a chip; `bench/apple/errors.py --fit` fits some of them to published measurements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Machine code of our own kernels that is in the package, for machines without Mesa's compiler.
 
-`bench/agx.py` writes the file. It has what predictions need of each variant that Apple's plans launch: registers, and
+`bench/agx.py` writes the file. It has inputs of predictions for each variant that Apple's plans launch: registers, and
 instructions by block. A kernel with other code than was compiled is not found.
 """
 
@@ -20,7 +20,7 @@ from ..frontend.read import sources
 
 NAME = "machine_code.json.xz"
 
-# What describes a variant: plain numbers and lists, as `machine_code` packs them.
+# Description of a variant: plain numbers and lists, as `machine_code` packs them.
 Packed = list[Any]
 
 

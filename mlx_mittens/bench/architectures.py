@@ -289,7 +289,7 @@ def build(
         bits (int, optional): 4 or 8 to quantize linear layers and embeddings; with ``None`` nothing is quantized.
         group_size (int): Of the quantization.
         mode (str): Of the quantization, as ``mx.quantize`` takes it.
-        changes: What differs from the published configuration, for a smaller model.
+        changes: Changes to the published configuration, for a smaller model.
 
     Returns:
         mlx.nn.Module: The model, its weights in memory.
@@ -349,7 +349,7 @@ def from_config(config: dict[str, Any], dtype: mx.Dtype, quantization: dict[str,
         config (dict): As its config.json has it.
         dtype (Dtype): Of what is not quantized.
         quantization (dict, optional): ``bits``, ``group_size`` and ``mode`` of linear layers and embeddings, and by the
-            path of a layer what differs there, as mlx-lm writes it. None: nothing is quantized.
+            path of a layer its own settings, as mlx-lm writes them. None: nothing is quantized.
 
     Returns:
         mlx.nn.Module: The model, its weights in memory.

@@ -1,6 +1,6 @@
 """Times an op beside its mx twin.
 
-What is timed (`timing` says how): ours and the twin take turns in one run, over inputs that rotate through more memory
+Ours and the twin are timed in turns (`timing` says how) in one run, over inputs that rotate through more memory
 than the caches hold. The medians of all turns are reported, and their spread. Results are checked against float64 in
 the same run. On a CPU a copy takes turns with large cases.
 """
@@ -122,7 +122,7 @@ def take_turns(
         samplers: A function for each contender, which times a number of calls.
         device: ``cpu`` or ``gpu``.
         budget: How many turns.
-        shortest: Seconds of a turn at least; those of the benchmark without it.
+        shortest: Seconds of a turn at least; by default the benchmark's.
         is_clear: Whether times say enough, so that no more turns are taken; asked of three turns or more, and of slow
             calls beside the first times of the others.
     """

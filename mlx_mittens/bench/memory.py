@@ -1,7 +1,7 @@
-"""Memory of whole models: what a prompt and the tokens after it take, by the kind of cache, on our kernels and mx's.
+"""Memory of whole models, for a prompt and the tokens after it, by the kind of cache, on our kernels and mx's.
 
-Each figure is of a process of its own, in which mlx-lm's generation loop runs once. What MLX holds is its own count;
-what is resident is the system's, with Python, its modules and memory that is freed and not given back.
+Each figure is of a process of its own, in which mlx-lm's generation loop runs once. MLX counts its own memory. The
+system counts resident memory, with Python, its modules and memory that is freed and not given back.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def measure(subject: Subject, cache: str, side: str, prompt: int, tokens: int) -
 
 
 def child() -> None:
-    """Runs what a line of JSON asks for, and prints its figures as one."""
+    """Runs the request in a line of JSON, and prints its figures as one."""
     print(json.dumps(_run(json.loads(sys.stdin.read()))))
 
 
@@ -133,7 +133,7 @@ def _phase() -> Phase:
 
 
 def _resident() -> tuple[int, int]:
-    """The most bytes of this process that were in memory, and those that are."""
+    """The most bytes of this process that were in memory, and the bytes in memory now."""
     if sys.platform.startswith("linux"):  # getrusage has the peak of the parent there
         with open("/proc/self/status") as file:
             fields = dict(line.split(":", 1) for line in file)

@@ -42,7 +42,7 @@ class LoadedModel:
         tokenizer: mlx-lm's wrapper of the tokenizer.
         family: The model type of its configuration.
         weights: How its weights are stored: ``4-bit``, ``mxfp4``, ``dense``.
-        dtype: The type of most of its floating-point numbers, which is that of its activations.
+        dtype: The type of most of its floating-point numbers, which its activations share.
     """
 
     name: str

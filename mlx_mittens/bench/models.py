@@ -1,6 +1,6 @@
 """Times whole models: decode and prefill of an architecture or of a user's model, on our kernels and on mx's.
 
-Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. What is timed: mlx-lm's own generation
+Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. We time mlx-lm's own generation
 loop, for decode after a prompt that our kernels have processed for all, for prefill up to the first token. Each
 contender has run both before, since MLX too compiles kernels at run time. On a CPU mx may take a minute for a token: it
 then decodes fewer tokens, and all read a shorter prompt, which is said. Where a token takes milliseconds the contenders
@@ -119,7 +119,7 @@ def layers_for_memory(name: str, dtype: mx.Dtype, quantization: dict[str, Any]) 
 
     Args:
         name: One of ``ARCHITECTURES``.
-        dtype: Of what is not quantized.
+        dtype: Of unquantized weights.
         quantization: As in `FORMATS`.
 
     Raises:
@@ -316,7 +316,7 @@ def measure(
 def _timed() -> Iterator[tuple[str, Any, str]]:
     """Functions by which a model calls its ops: the op, the function's owner, and its name there."""
     for target in TARGETS:
-        if target.is_loaded() and not target.shared and not target.needs:  # what needs others is made of their ops
+        if target.is_loaded() and not target.shared and not target.needs:  # targets with needs are made of others' ops
             yield target.op, *target.owner()
     yield "gather_qmm", mx, "gather_qmm"
 
@@ -325,7 +325,7 @@ def _timed() -> Iterator[tuple[str, Any, str]]:
 def _clocks(seconds: dict[str, float]) -> Iterator[None]:
     """Adds up the time of each op, waiting for its inputs before and for its result after."""
     saved = [(label, owner, name, getattr(owner, name)) for label, owner, name in _timed()]
-    running = False  # a layer's time holds that of the function that it calls
+    running = False  # a layer's time includes the function that it calls
 
     def clocked(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Streams that keep runs of one model apart.
 
-`mx.compile` keeps what it traced for each stream and shape. Of two runs on one stream the second would use the graphs
+`mx.compile` keeps its traces for each stream and shape. Of two runs on one stream the second would use the graphs
 of the first, with the kernels that these hold, wherever a model's functions are compiled.
 """
 
@@ -22,7 +22,7 @@ def new_stream() -> mx.Stream:
 
 @contextlib.contextmanager
 def on_stream(stream: mx.Stream) -> Iterator[dict[str, Any]]:
-    """Runs what is inside on a stream.
+    """Runs the block on a stream.
 
     Yields:
         dict: Options by which mlx-lm's loop runs there, too; none before mlx-lm 0.32, which has a global.

@@ -1,8 +1,8 @@
 """How the benchmark times calls: inputs that rotate through more memory than the caches hold, and who holds the clock.
 
-On a CPU a time is that of a call with its ``mx.eval``. A GPU works through what it is given while the host prepares
-more, and small kernels take less time than the host needs to hand them over; so calls are queued behind other work, and
-what is timed is the GPU's part: from that work's end on. The host's part is reported beside it.
+On a CPU we time a call with its ``mx.eval``. A GPU works through queued calls while the host prepares more, and small
+kernels take less time than the host needs to hand them over; so calls are queued behind other work, and we time the
+GPU's part: from that work's end on. The host's part is reported beside it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _size(arrays: Sequence[mx.array | None]) -> int:
 def rotation(
     arrays: Sequence[mx.array | None], device: str, updated: Container[int] = (), short: bool = False
 ) -> list[list[mx.array | None]]:
-    """Copies of a set of inputs, together larger than the caches; those that a call updates in buffers of their own.
+    """Copies of a set of inputs, together larger than the caches; inputs that a call updates get buffers of their own.
 
     Args:
         arrays: The inputs.
@@ -109,7 +109,7 @@ class _Work:
     """Work for a GPU of any length: products of matrices, each of a tenth of a millisecond or more."""
 
     def __init__(self) -> None:
-        self.beside = mx.new_stream(mx.default_device())  # for what waits
+        self.beside = mx.new_stream(mx.default_device())  # for work that waits
         width, self._seconds = 8, 0.0  # small: a CPU's product of width 512 takes half a second
         while self._seconds < 1e-4:
             width *= 2
@@ -161,8 +161,8 @@ class _QueuedSampler(Sampler):
     """Calls on a GPU, queued while other work runs that they wait for: their time is from its end to theirs.
 
     They are a chain, each call on the result of the one before, as the layers of a model are: MLX runs independent
-    launches side by side, which hides what a single one takes. Where a result is smaller than the input it stands in
-    for, what repeating it takes is measured by itself and taken off. Buffers that calls update go from one to the next.
+    launches side by side, which hides the time of a single one. Where a result is smaller than the input it stands in
+    for, we measure the time of repeating it and take it off. Buffers that calls update go from one to the next.
     """
 
     def __init__(self, *arguments):
@@ -182,7 +182,7 @@ class _QueuedSampler(Sampler):
                 if argument != self._link:
                     group[argument] = results[result]
             state = results.pop(self._updated.get(self._link, 0))
-            if results:  # no call of ours or mx's leaves out what the next one does not need
+            if results:  # else MLX would not compute results that the next call does not need
                 state = mx.depends(state, results)
             del arguments, results  # arrays with other references are not updated in place
         return state
@@ -196,7 +196,7 @@ class _QueuedSampler(Sampler):
         return state
 
     def _timed(self, work_seconds: float, make: Callable[[mx.array], mx.array]) -> _Timing | None:
-        """Times what waits for so much work; none where the work was done before all was handed over."""
+        """Times calls that wait for other work; None where the work was done before all was handed over."""
         work = _work()  # made at its first use, which takes long
         gate = work.of(work_seconds)
         mx.synchronize()
@@ -245,7 +245,7 @@ def sampler(
     first: int,
     device: str,
 ) -> Sampler:
-    """What times a case on a device.
+    """The sampler that times a case on a device.
 
     Args:
         build: Makes a call on a set of inputs; its results.

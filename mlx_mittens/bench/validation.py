@@ -56,9 +56,9 @@ class Difference:
     Attributes:
         position: Of the token, the first that is generated being 0.
         ours: Our token.
-        mx: That of mx.
-        float32: That of float32.
-        ahead: By how much float32's logit of ours is above that of mx's token.
+        mx: The token of mx.
+        float32: The token of float32.
+        ahead: By how much float32's logit of ours is above its logit of mx's token.
         within_rounding: Whether that is no more than mx's logits are off.
     """
 

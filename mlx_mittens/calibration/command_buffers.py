@@ -1,8 +1,9 @@
 """How much MLX puts into one of Metal's command buffers, and whether a token gains by more.
 
-MLX ends a command buffer after so many launches, or once these read so many MB of buffers that others before them do
-not. Each end costs the GPU and the host some time. MLX reads both limits from the environment, once in a process, so
-that each is tried in a process of its own. Nothing here sets them for others: `calibrate` tries, and `doctor` advises.
+MLX ends a command buffer after a number of launches, or once these read a number of MB of buffers that
+others before them do not. Each end costs the GPU and the host some time. MLX reads both limits from the environment,
+once in a process, so that each is tried in a process of its own. Nothing here sets them for others: `calibrate` tries,
+and `doctor` advises.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def best(trials: Sequence[Trial]) -> Trial | None:
 
 
 def holds(current: Limits, environment: Mapping[str, str]) -> str:
-    """What holds in this process, and by whom."""
+    """The limits in this process, and who set them."""
     named = [name for name in VARIABLES if environment.get(name)]
     say = "says" if len(named) == 1 else "say"
     return f"end after {current}" + (
@@ -115,7 +116,7 @@ def holds(current: Limits, environment: Mapping[str, str]) -> str:
 
 
 def advice(current: Limits, trials: Sequence[Trial]) -> str:
-    """The best setting of those tried on this Mac."""
+    """The best of the settings tried on this Mac."""
     if not trials:
         return "`mlx-mittens calibrate` tries others"
     chosen = best(trials)

@@ -2,7 +2,7 @@
 
 Each size goes from the smallest to the largest that models have, in coarse steps of up to 16 and in fine ones of 4. A
 fine point is measured only where the points around it do not agree whether mx is faster. A call is answered by a point
-no size of which is more than twice or less than half of its own, or by the points around it, where they agree.
+whose sizes are each within a factor of two of its own, or by the points around it, where they agree.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _PROMPTS = (64, 256, 1024)
 # Heads of queries and keys that norms take: the product of tokens and heads.
 _HEAD_ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
-# Batches of a token, and tokens of one sequence, whose heads go into a cache: their widths, and that of prompts.
+# Batches of a token, and tokens of one sequence, whose heads go into a cache, and the usual width of heads.
 _BATCHES = (1, 4, 16)
 _APPENDED = (4, 16, 64, 256, 1024, 4096)
 _USUAL_WIDTH = 128
@@ -102,8 +102,8 @@ _SAMPLERS: tuple[dict[str, Any], ...] = (
 # Elements that an op changes one by one.
 _ELEMENTS = tuple(4**i for i in range(5, 14))
 
-# Experts, and the matrix of one that widens: few large ones to many small ones, as mixtures have them. What narrows
-# again is its transpose.
+# Experts, and the matrix of one that widens: few large ones to many small ones, as mixtures have them. The
+# narrowing matrix is its transpose.
 _EXPERTS = ((8, 4096, 16384), (32, 1024, 1024), (32, 4096, 4096), (128, 2048, 1024), (128, 4096, 2048))
 _CHOSEN = 4
 _FEW_TOKENS = (1, 4, 16)
@@ -116,7 +116,7 @@ _MOST_DENSE_EXPERTS = 2**29
 _EXPERTS_BESIDE_SHARED = ((32, 1024, 1024), (128, 2048, 1024), (128, 4096, 2048), (512, 2048, 512))
 _CHOSEN_BESIDE_SHARED = 8
 
-# Routers: experts, how many of them are chosen, and by what scores.
+# Routers: experts, how many of them are chosen, and the kind of scores.
 _ROUTERS = (
     *((8, 2, "softmax"), (32, 8, "softmax"), (128, 8, "softmax"), (512, 8, "softmax")),
     *((8, 2, "chosen"), (32, 8, "chosen"), (128, 8, "sigmoid"), (512, 8, "sigmoid")),
@@ -387,8 +387,8 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
 
 # Ops that ask a calibration nothing by their own name: mx has no blocks of GGUF, the plan of an append of quantized
 # heads and into blocks is always the same, kernels for masked blocks have no alternatives, matmul asks as gemv,
-# cascade_attention and paged_attention as attention, and mx has many launches in the place of what recurrences take of
-# a prompt.
+# cascade_attention and paged_attention as attention, and mx has many launches for the inputs of recurrences over a
+# prompt.
 ASK_NOTHING = frozenset(
     {
         *("block_quantize", "block_dequantize", "block_masked_mm", "quantized_embedding", "quantized_rope_append"),
@@ -397,7 +397,7 @@ ASK_NOTHING = frozenset(
     }
 )
 
-# Ops that have kernels on GPUs alone, or on those of Macs: elsewhere they are made of others, which ask.
+# Ops that have kernels on GPUs alone, or on GPUs of Macs: elsewhere they are made of others, which ask.
 ASK_ON_GPUS = frozenset({"mixture", "quantized_matmuls"})
 ASK_ON_MACS = frozenset({"quantized_matmuls"})
 
@@ -417,7 +417,7 @@ def _usual(op: Op, device: str, quick: bool) -> Iterator[Case]:
 
 
 def cases(op: Op, device: str, quick: bool = False) -> list[Case]:
-    """The coarse cases of an op: of a new one those of the benchmark; in the short form the benchmark's shortest."""
+    """The coarse cases of an op: a new op has the benchmark's cases, and the short form the benchmark's shortest."""
     if quick or op.name not in _GRIDS:
         return list(_usual(op, device, quick))
     return list(_GRIDS[op.name](device, _coarse))
@@ -480,7 +480,7 @@ def _input_bytes(op: Op, case: Case, dtype: mx.Dtype) -> int:
 
 
 def items(names: Iterable[str], device: str, quick: bool = False, memory: float = math.inf) -> list[Item]:
-    """Items that a calibration measures, in order, without those that do not fit into the memory."""
+    """Items that a calibration measures, in order, without items that do not fit into the memory."""
     chosen = set(names)
     found = []
     for op in specs.OPS:

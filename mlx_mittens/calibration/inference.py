@@ -32,7 +32,7 @@ class Known:
                 self._items[row.op, row.dtype].append(planned[row.key])
 
     def add(self, item: grid.Item, rows: Sequence[Row]) -> None:
-        """Takes in what was measured of an item."""
+        """Takes in the measurements of an item."""
         if rows:
             self._rows[item.key] += rows
             self._items[item.op.name, item.dtype].append(item)

@@ -34,7 +34,7 @@ def _candidates() -> list[tuple[str | None, Path]]:
 
 
 def load() -> None:
-    """Makes this machine's calibrations what ops and plans ask; one warning names those that cannot serve.
+    """Has ops and plans ask this machine's calibrations; one warning names calibrations that cannot serve.
 
     It never raises: a package that is imported works without a calibration too.
     """

@@ -31,11 +31,11 @@ _SHORTEST_SAMPLE = {"cpu": 2e-3, "gpu": 1e-3}
 # log2 of how many times the GPU's cores a plan is to count with, at most.
 _MOST_PARALLELISM = 2
 
-# Where mx takes so many seconds, and so many times as long as ours, larger shapes are left out: they may take minutes.
+# Seconds of mx, and its time relative to ours, beyond which larger shapes are left out: they may take minutes.
 _SLOW = 0.02
 _MUCH_SLOWER = 4
 
-# A result is clear where the slowest time of the fastest plan, so many times, is below the fastest time of any other.
+# A result is clear where the slowest time of the fastest plan, times this, is below the fastest time of any other.
 _CLEAR = 1.3
 
 

@@ -37,7 +37,7 @@ class CalibrationError(Exception):
     """A file that is no calibration, or none for this machine and these versions; the message says which.
 
     Attributes:
-        device: That of which a calibration should be made instead, where it is known.
+        device: The device to make a calibration of instead, where it is known.
     """
 
     def __init__(self, message: str, device: str | None = None) -> None:
@@ -98,7 +98,7 @@ class Row:
 
 @dataclass
 class Calibration:
-    """The rows of a device, and what they hold for; of a Mac's GPU also the command buffers tried."""
+    """The rows of a device, and the versions that they hold for; of a Mac's GPU also the command buffers tried."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -208,7 +208,7 @@ def data(file: Path) -> dict[str, Any]:
 
 
 def activate(found: dict[str, Any]) -> None:
-    """Makes what a file holds that which ops and plans ask. Makes no `Row` of it, which would take ten times as long.
+    """Has ops and plans ask the contents of a file. Makes no `Row` of it, which would take ten times as long.
 
     Raises:
         CalibrationError: A row is none that the extension can read.
@@ -293,7 +293,7 @@ def write(file: Path, calibration: Calibration) -> None:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many problems there are, and what computes them fastest."""
+    """Counts of problems, of other plans that win, and of problems that mx wins."""
     mx_wins = sum(row.mx for row in rows)
     others = sum(not row.mx and bool(row.schedule or row.parallelism) for row in rows)
     return f"{len(rows)} problems, {others} with another plan than the tables', {mx_wins} that go to mx"

@@ -76,7 +76,7 @@ def given(arguments: argparse.Namespace) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the bench command needs for models."""
+    """Adds the options of the bench command for models."""
     group = parser.add_argument_group("whole models")
     names = ", ".join(architectures.ARCHITECTURES)
     model = group.add_argument(

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, options: argparse.Namespace, subjects: Se
 
     Args:
         arguments: As they were given.
-        options: With the defaults of what was not.
+        options: The same, with defaults.
         subjects: The models.
         file: For the rows.
 

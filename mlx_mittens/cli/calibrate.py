@@ -199,14 +199,14 @@ def _measure(
     file: _File,
     failed: list[str],
 ) -> Ending:
-    """Measures each item that what was measured before it does not tell.
+    """Measures each item whose result does not follow from earlier ones.
 
-    What fails is kept in words, and does not stop the others.
+    A failure is kept in words, and does not stop the other items.
     """
     budget = measure.QUICK if arguments.quick else measure.FULL
     known = {row.problem for row in file.rows if not row.again}
     since = time.monotonic()
-    loading.unload()  # the tables' plans are timed, not what was measured before
+    loading.unload()  # the tables' plans are timed, not an earlier calibration's
 
     def is_told(item: grid.Item) -> bool:
         """Whether no measurement of an item is needed."""

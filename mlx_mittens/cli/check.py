@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Checks every file.
 
     Returns:
-        int: 0 if no mistake was found, 1 if one was, 2 if none was but a file has what the check does not cover.
+        int: 0 if no mistake was found, 1 if one was, 2 if none was but a file has code that the check does not cover.
     """
     if frontend.compiler_problem():
         raise UsageError(frontend.compiler_problem())

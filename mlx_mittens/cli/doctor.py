@@ -123,7 +123,7 @@ def examine(op: specs.Op, case: specs.Case, dtype: str, rng: np.random.Generator
             if not problem:
                 with simulator.enabled(gpu=case.gpu):
                     check = specs.check(op, case, arrays, cotangents, twin_device)
-    except Exception as exception:  # a kernel that does not compile or launch is what a doctor is there to find
+    except Exception as exception:  # doctor must report kernels that do not compile or launch
         return Finding(op.name, case.name, dtype, False, None, None, f"{type(exception).__name__}: {exception}")
     detail = check.detail or (problem and f"has no native code, and its kernels did not run: {problem}")
     error, mx_error = (value if math.isfinite(value) else None for value in (check.error, check.twin_error))
@@ -142,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def child() -> None:
     """Examines cases, as its input names them by their op and number, and answers each with a line of JSON.
 
-    Quickly it answers null for a case that runs what one before it has run.
+    In quick mode it answers null for a case that runs the same kernels as one before it.
     """
     device, seed, quick = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "quick"
     answers = os.fdopen(os.dup(1), "w")
@@ -246,7 +246,7 @@ class _Examiner:
         self._deaths: Counter[str] = Counter()
 
     def examine(self, part: _Part) -> None:
-        """Examines the cases of a part, and prints what was found."""
+        """Examines the cases of a part, and prints the findings."""
         findings, op = self._findings, part.op
         before, failed, same = findings.count, len(findings.failed), 0
         try:
@@ -304,7 +304,7 @@ def _has_pipelines(device: str) -> bool:
 
 
 def _list_pipelines(findings: _Findings) -> None:
-    """Has Metal compile every kernel and keeps what it says of it; a kernel that no op launches fails nothing."""
+    """Has Metal compile every kernel and keeps its messages; a kernel that no op launches fails nothing."""
     found = findings.pipelines = []
     file = None
     for row in pipelines.measured():
@@ -321,7 +321,7 @@ def _list_pipelines(findings: _Findings) -> None:
 
 
 def _internals() -> dict[str, str]:
-    """What rests on private parts of MLX and mlx-lm: ``on``, or what is off and why."""
+    """Features that rest on private parts of MLX and mlx-lm: ``on``, or the features that are off and why."""
     problem, layers = _ext.mlx_internals_problem(), targets.unknown()
     mlx = f"off ({problem}): key-value caches are copied where MLX copies them" if problem else "on"
     unknown = f"off for {', '.join(layers)}: their code is not the one that is known here; mlx-lm's own runs"
@@ -343,7 +343,7 @@ def _command_buffers(device: str) -> str | None:
 
 
 def _shared_cache() -> Path:
-    """A cache folder for this process and its children, which can be written to; it has what the user's has."""
+    """A cache folder for this process and its children, which can be written to, with the contents of the user's."""
     folder = cache.writable_folder()
     try:
         of_user = cache.cache_folder().absolute()

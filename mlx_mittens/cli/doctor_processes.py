@@ -37,7 +37,7 @@ class Child:
         self._numbers, self._answers = self._process.stdin, self._process.stdout
 
     def examine(self, op: str, number: int) -> dict[str, Any] | None:
-        """Gives what was found, or None where another case had run the same.
+        """Gives the findings, or None where another case had run the same.
 
         Raises:
             EOFError: The process ended.

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except BrokenPipeError:  # as in `mlx-mittens doctor | head`
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):  # what they still hold is written when Python ends
+        for stream in (sys.stdout, sys.stderr):  # Python writes their buffers when it ends
             os.dup2(nowhere, stream.fileno())
         return 128 + signal.SIGPIPE
 
@@ -80,7 +80,7 @@ def _meant(argv: Sequence[str] | None) -> list[str]:
 
 
 def import_commands(argv: Sequence[str] | None = None) -> None:
-    """Imports the modules of the commands that are named, and with them what they use of the package."""
+    """Imports the modules of the commands that are named, and with them the parts of the package that they use."""
     for command in _meant(argv):
         _module(command)
 

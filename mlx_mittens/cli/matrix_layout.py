@@ -44,7 +44,7 @@ mittens_places(left, places, lane);
 mittens_places(right, places + 1024, lane);
 mittens_places(sums, places + 2048, lane);
 """
-Places = list[list[tuple[int, int]]]  # of each lane's elements: row and column; -1 of those that it has not
+Places = list[list[tuple[int, int]]]  # row and column of each lane's elements; -1 for missing elements
 
 
 def assumed() -> dict[str, Places]:

@@ -59,7 +59,7 @@ _RESERVED_PATTERN = re.compile(
     r"(texture|depth)(1d|2d|3d|cube|_buffer).*|(char|nullptr|wint|true|false)(8|16|32)?_t(ype)?"
 )
 
-# What tests and modules call what they import.
+# Names of imports in tests and modules.
 _IMPORTS = {"mlx", "mlx_mittens", "mm", "mx", "nb", "np", "numpy", "pytest", "specs"}
 
 # Functions, macros and types that C++ or Metal code declares or calls, and types of C++ that a class could hide.
@@ -103,7 +103,7 @@ def _declared(path: Path) -> set[str]:
 
 
 def _is_word(name: str, family: str, root: Path) -> bool:
-    """Whether a name means something in Python, C++ or Metal, so that it cannot be that of a function or a kernel."""
+    """Whether a name means something in Python, C++ or Metal, so that it cannot name a function or a kernel."""
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or hasattr(builtins, name):
         return True
     if name in _RESERVED or _RESERVED_PATTERN.fullmatch(name):
@@ -247,7 +247,7 @@ def _format(root: Path, paths: list[str]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the op and says what comes next."""
+    """Writes the op and prints the next steps."""
     root = _clone()
     name, family = arguments.name, arguments.family
     _check(name, family, root)

@@ -103,7 +103,7 @@ def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
     return names
 
 
-_METAL = (".metal", ".h", ".hpp", "")  # what files of Metal's language end in
+_METAL = (".metal", ".h", ".hpp", "")  # suffixes of files in Metal's language
 
 
 def registered(path: str) -> str:

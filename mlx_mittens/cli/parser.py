@@ -1,4 +1,4 @@
-"""The parser of the command line: what it does not know it answers with the nearest word that it knows."""
+"""The parser of the command line: it answers an unknown word with the nearest word that it knows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAKE_ALL = (argparse.PARSER, argparse.REMAINDER)
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and suggests what may have been meant."""
+    """Reports an error in one line, and suggests the nearest known word."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}\n{self.prog} --help shows what it takes", file=sys.stderr)
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _check_option(self, word: str) -> None:
-        """Refuses an option that is not there; what has a space in its name is none, as for argparse."""
+        """Refuses an unknown option; a word with a space in its name is no option, as for argparse."""
         name = word.partition("=")[0]
         known = self.options()
         if " " in name or len(name) <= 2 or not name.startswith("--"):

@@ -29,8 +29,8 @@ Row = dict[str, Any]
 def child() -> None:
     """Compiles kernels for this GPU: its input names files and kernels to leave out, its answers are lines of JSON.
 
-    It may name the only kernels that are wanted. A line ``{"file", "kernel"}`` says what is begun, the next one what
-    came of it, and ``{"done": true}`` ends them.
+    It may name the only kernels that are wanted. A line ``{"file", "kernel"}`` names the kernel begun, the next
+    one has the result, and ``{"done": true}`` ends them.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of a library is no answer
@@ -95,7 +95,7 @@ def measured(files: Sequence[str] | None = None, kernels: Sequence[str] | None =
     """Every pipeline of the files, compiled in a process of its own; after a crash the others go on in a new one.
 
     Args:
-        files: .metal files; all of them without, but for those that want matrix units where there are none.
+        files: .metal files; by default all of them, except files that need matrix units where there are none.
         kernels: Only these of each file.
 
     Yields:

@@ -109,7 +109,7 @@ class Launched:
         return round(len(outer) + self._repeats(name) * (len(self.whole) - len(self.ends)))
 
     def _repeats(self, name: str) -> float:
-        """How often the published model has the layers of the short one, but for those of `ends`."""
+        """How often the published model has the layers of the short one, not counting the layers of `ends`."""
         layers = architectures.ARCHITECTURES[name]["num_hidden_layers"]
         return float(layers / architectures.period(name)) - self.before
 

@@ -196,7 +196,7 @@ def _missing_constants(request: Request) -> CompileError | None:
     """Why a kernel cannot be compiled as its function constants have no values; None where it can.
 
     Metal makes no pipeline of a kernel that uses a constant without a value. One is used if the kernel is another with
-    other values. What the source asks is_function_constant_defined of may be left without one.
+    other values. A constant that the source tests with is_function_constant_defined needs none.
     """
     constants = dict(request.constants)
     translation = frontend.translate(request.file)

@@ -25,7 +25,7 @@ _QUEUE = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to a parser; what follows mlx-lm's command is that command's."""
+    """Adds the command's options to a parser; arguments after mlx-lm's command go to that command."""
     exact = "as mm.patch(exact=True): several tokens get the bits of one, as far as docs/patching.md says"
     parser.add_argument("--exact", action="store_true", help=exact)
     parser.add_argument("--activations", choices=("int8",), help="as of mm.patch(activations=...), on a CPU or an M5")

@@ -1,4 +1,4 @@
-"""Runs that may end early, by a person, by a time limit or by a failure: what was measured until then is kept."""
+"""Runs that may end early, by a person, by a time limit or by a failure: measurements until then are kept."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class JsonFile:
     """The file of ``--json``, which is whole and valid whenever it is read, and whatever ends the process.
 
     In a folder that cannot be written to, a file is written in place, and whole only between writes. A write that
-    fails, as on a full disk, is kept for the end as ``problem``: it does not stop what is measured.
+    fails, as on a full disk, is kept for the end as ``problem``: it does not stop the measurements.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -140,7 +140,7 @@ class JsonFile:
                 raise UsageError(f"--json: cannot write {path}: choose another file, or make {folder} writable")
 
     def write(self, head: dict[str, Any], key: str, rows: Sequence[str], last: bool = False) -> None:
-        """Writes an object: what heads it, and under a key rows that are JSON already.
+        """Writes an object: its head, and under a key rows that are JSON already.
 
         A pipe, or another path that is no file, gets the ``last`` one alone.
         """
@@ -209,7 +209,7 @@ def duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what was done and the time left: by a bar of rich's on a terminal, else in lines."""
+    """Shows progress and the time left on stderr: by a bar of rich's on a terminal, else in lines."""
     with _bar(total) as step:
         yield step or _lines(total)
 
@@ -226,7 +226,7 @@ def _lines(total: int) -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def quiet_steps(total: int) -> Iterator[Callable[[str], None]]:
-    """The same for what prints its results as they come: without a bar a line every few seconds, not for each step."""
+    """The same for commands that print results as they come: without a bar a line every few seconds, not each step."""
     numbers, left, said = itertools.count(1), _Left(total), time.monotonic()
 
     def line(text: str) -> None:

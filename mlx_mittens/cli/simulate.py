@@ -252,7 +252,7 @@ def peer_launches(
         dtype: Of the inputs.
         seed: Of the inputs, and of the order of threads.
         watch: Whether accesses are checked.
-        gpu: The GPU that MLX launches them on; that of the case if left out.
+        gpu: The GPU that MLX launches them on; the case's if left out.
         dry: Whether no launch runs.
     """
     arrays = op.draw(np.random.default_rng(seed), case, dtype)
@@ -349,7 +349,7 @@ def _known_cases(op: specs.Op) -> list[specs.Case]:
 
 
 def _likeness(asked: Sequence[str], words: Sequence[str]) -> float:
-    """How like the words of a name are to those that were asked for."""
+    """How like the words of a name are to the words that were asked for."""
     ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()
     return sum(max(ratio(word, other) for other in words) for word in asked)
 

@@ -80,7 +80,7 @@ def _dtype(config: dict[str, Any]) -> mx.Dtype:
 
 
 def _found(arguments: argparse.Namespace) -> tuple[str, Build]:
-    """What weights the model has, and a function that makes it.
+    """A description of the model's weights, and a function that makes it.
 
     Raises:
         UsageError: There is no such model, or it cannot be made.

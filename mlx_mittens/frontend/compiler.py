@@ -27,7 +27,7 @@ _CPU = [
     # An operation between threads stays in one place, so that all of them come by there.
     *("-Xclang", "-fconvergent-functions"),
     *("-mllvm", "-tail-dup-placement=false", "-mllvm", "-disable-tail-duplicate", "-mllvm", "-enable-tail-merge=false"),
-    # An access stays what the kernel wrote, with its line; and a loop without end stays one.
+    # Keeps each access as the kernel wrote it, with its line, and keeps loops without end.
     *("-fno-vectorize", "-fno-slp-vectorize", "-fno-finite-loops", "-gline-tables-only", "-gdwarf-4"),
     *("-fno-optimize-sibling-calls", "-mllvm", "-disable-vector-combine"),
     # Blocks stay in the order of the source, by which lanes that parted meet again, seldom run blocks too.
@@ -100,10 +100,10 @@ def header_flags(flags: list[str]) -> list[str]:
     return ["c++-header" if flag == "c++" else flag for flag in kept]
 
 
-# Memory is read where the kernel reads it: LLVM else loads in front of a loop what its later rounds read.
+# Memory is read where the kernel reads it: LLVM else hoists the loads of a loop's later rounds in front of it.
 AS_WRITTEN = ["-mllvm", "-disable-licm-promotion"]
 _NO_PASSES = ["-Xclang", "-disable-llvm-passes"]
-_LANGUAGE = ("-c", "-x", "c++", "-std=c++20", "-nostdinc")  # what says nothing of LLVM's text
+_LANGUAGE = ("-c", "-x", "c++", "-std=c++20", "-nostdinc")  # has no influence on LLVM's text
 
 
 def unoptimized_flags(cpu: list[str]) -> list[str]:
@@ -223,6 +223,6 @@ def find_compiler() -> Compiler:
 
 
 def compiler_problem() -> str:
-    """What keeps kernels from being compiled here, or an empty string."""
+    """The reason that kernels cannot be compiled here, or an empty string."""
     found = _find()
     return found if isinstance(found, str) else ""

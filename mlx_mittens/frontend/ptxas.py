@@ -1,4 +1,4 @@
-"""NVIDIA's assembler: whether the PTX of kernels assembles, and what registers and memory it takes.
+"""NVIDIA's assembler: whether the PTX of kernels assembles, and how many registers and bytes of memory it takes.
 
 It is part of PyPI's ``nvidia-cuda-nvcc`` and needs no GPU.
 """

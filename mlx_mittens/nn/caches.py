@@ -1,7 +1,7 @@
 """mlx-lm's plain and quantized key-value caches, appended to in one call: indexing their arrays from Python costs the
 host more than a layer's attention.
 
-The functions give None where the cache has no room, or is another: then it does what it does by itself.
+The functions give None where the cache has no room, or is of another class: then its own methods run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _empty(cache: Any, shape: tuple[int, int, int], width: int, dtype: mx.Dtype)
 
 
 def make_room(cache: Any, tokens: int, heads: int, like: mx.array) -> None:
-    """Grows the buffers of a plain or quantized cache where they do not hold so many tokens more, by as much as its
-    `update_and_fetch` grows them. Heads of keys and of values have the batch, width and dtype of those of `like`."""
+    """Grows the buffers of a plain or quantized cache where they have no room for `tokens` more, by as much as its
+    `update_and_fetch` grows them. Heads of keys and of values have the batch, width and dtype of `like`."""
     first = cache.keys[0] if hasattr(cache, "bits") and cache.keys is not None else cache.keys
     if first is not None and cache.offset + tokens <= first.shape[2]:
         return
@@ -66,7 +66,7 @@ def turn_and_quantize(cache: Any, heads: mx.array, rotary: _ext.Rotary) -> tuple
 
 
 def attend(cache: Any, heads: mx.array, rotary: _ext.Rotary, scale: float) -> mx.array | None:
-    """A token's attention over what the cache holds and its own keys and values, from its heads on."""
+    """A token's attention over the cache and its own keys and values, from its heads on."""
     result = _ext.attend_with_cache(heads, cache.keys, cache.values, rotary, cache.offset, scale)
     if result is not None:
         cache.offset += 1

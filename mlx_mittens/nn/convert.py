@@ -17,13 +17,13 @@ Module = TypeVar("Module", bound=nn.Module)
 def convert(model: Module, *, fuse: bool = True) -> Module:
     """Makes the modules of a model ours, in place, for those who want no patch of mx's functions.
 
-    What is frozen and what is shared stays so. The classes that a model of mlx-lm brings get subclasses. Their calls
+    Frozen parameters and shared ones stay so. The classes that a model of mlx-lm brings get subclasses. Their calls
     are the same, but find ours in the place of the functions that ``mlx_mittens.patch`` replaces, and append to caches
     by our kernels. Where a block is built as Llama's is, queries, keys and values become one product (their layers
     keep views of the joined weights, and once they are given others, are multiplied with one by one again), residual
     and norm one op, and the gate, the activation and the product of a quantized feed-forward half another; a block is
     tried with random numbers before it is replaced. In a function that ``mx.export_function`` or
-    ``mx.exporter`` traces the model does what it did before, by mx; these two are replaced for it, from now on.
+    ``mx.exporter`` traces the model calls mx as before; these two are replaced for it, from now on.
 
     Args:
         model (mlx.nn.Module): The model, or a single module.
@@ -49,6 +49,6 @@ def convert(model: Module, *, fuse: bool = True) -> Module:
     adopt(model)
     if fuse:
         fuse_blocks(model)
-        mx.clear_cache()  # of what was joined
+        mx.clear_cache()  # of weights that were joined
         _ext.cpu_give_back()
     return model

@@ -72,7 +72,7 @@ def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
 
 
 class _Joined:
-    """Linear layers of one input as one layer, and what turns its heads, for as long as they are what they were."""
+    """Linear layers of one input as one layer, and the rotary embedding of its heads, until any of them changes."""
 
     def __init__(self, owner: nn.Module, names: Sequence[str]):
         from mlx_lm.models.cache import KVCache, QuantizedKVCache
@@ -132,7 +132,7 @@ def _is_known(code: types.CodeType | None) -> bool:
 
 
 def joinable(module: nn.Module) -> bool:
-    """Whether a module is an attention whose three projections can be one, by its parts and by what its call names."""
+    """Whether a module is an attention whose three projections can be one, by its parts and the names in its call."""
     return (
         _is_known(code_of(module))
         and all(name in module for name in (*_PROJECTIONS, "o_proj", "rope"))

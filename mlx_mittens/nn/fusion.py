@@ -38,8 +38,8 @@ __all__ = ["fuse_blocks"]
 _BLOCK = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 # Further names in a call of such a block: Qwen3-Next's chooses between two kinds of attention.
 _CHOICE = {"is_linear", "linear_attn"}
-# Blocks that normalize what comes out of the attention and of the feed-forward part too: the norm of the attention's
-# output, the one before the feed-forward part, and that of its output. Gemma 2 and 3, GLM-4.
+# Blocks that also normalize the outputs of the attention and of the feed-forward part: the norm of the attention's
+# output, the norm before the feed-forward part, and the norm of its output. Gemma 2 and 3, GLM-4.
 _SANDWICHES = (
     ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
@@ -48,12 +48,12 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 # Holds modules that another one needs, so that they are no part of its weights.
 _Held = types.SimpleNamespace
 
-# The root mean squares of gates in a trial: where activations differ most, and beyond what models clamp, at 7 to 16.
+# The root mean squares of gates in a trial: where activations differ most, and beyond the clamps of models, at 7 to 16.
 _GATES = (1.0, 32.0)
 # Names in the call of a feed-forward part whose activation is the approximation of GELU, which no trial in half types
 # tells from GELU itself.
 _APPROXIMATE = {"gelu_approx", "geglu"}
-# Scale of a second trial input: small, so that rounding does not hide what the block adds.
+# Scale of a second trial input: small, so that rounding does not hide the block's addend.
 _SMALL = 2.0**-7
 
 _EPSILON = {mx.float32: 1e-5, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
@@ -128,7 +128,7 @@ def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) ->
 
 
 def _following_of(block: Any, y: mx.array) -> Any:
-    """What holds the norm after a block; none while this process has only a part of the norm's weight."""
+    """The owner of the norm after a block; None while this process has only a part of the norm's weight."""
     following = getattr(block, "_following", None)
     return following if following and following.norm["weight"].shape == y.shape[-1:] else None
 
@@ -273,7 +273,7 @@ def _activations_of(mlp: nn.Module) -> tuple[str, ...]:
 
 
 def _usual_and_small(block: nn.Module, x: mx.array, *mask: str) -> list[mx.array]:
-    """A block's results, also of an input that is small beside what the block adds to it."""
+    """A block's results, also of an input that is small beside the block's addend."""
     return [block(x, *mask), block(x * _SMALL, *mask)]
 
 

@@ -1,7 +1,7 @@
 """The norms of a model's blocks: of ``mlx.nn``, and of Gemma, whose scale is 1 + weight.
 
-mlx-lm has a class of the latter in each model that needs it. Such a module is known by what its call names, and shown
-to be one by a trial.
+mlx-lm has a class of the latter in each model that needs it. Such a module is known by the names in its call, and a
+trial confirms it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CASTS = {"astype", "dtype"}  # of a scale to the type of the input
 
 
 def call_of(module: nn.Module) -> Any:
-    """The call of a module's class, without what the patch or `rebind` has put around it."""
+    """The call of a module's class, without wrappers of the patch or of `rebind`."""
     call = plain(type(module).__call__)
     return getattr(call, "rebound", call)
 

@@ -1,4 +1,4 @@
-"""The calls of a model's modules on our ops, by what they name: `convert` knows of a layer what the patch knows.
+"""Calls of a model's modules on our ops, found by names in their code: `convert` knows the layers that the patch knows.
 
 The patch puts our functions in the place of mx's and mlx-lm's for everybody. Here a module gets a subclass of its own
 class, whose functions are the same code, but find ours under these names. A cache is mlx-lm's own; a call that appends
@@ -62,7 +62,7 @@ def _before(original: Any, target: Target) -> Any:
 
 
 def _ready(is_of_class: bool) -> Iterator[tuple[Target, Any, str]]:
-    """The targets that are methods, or functions, with what holds them."""
+    """The targets that are methods, or functions, with their owners."""
     for target in TARGETS:
         if target.module.startswith("mlx.") or target.module in sys.modules:
             if target.is_known():
@@ -96,11 +96,11 @@ def _names_of_mx() -> tuple[_Names, set[str]]:
 
 
 class _Rebinding:
-    """What functions of mlx-lm become, each once."""
+    """Replacements of mlx-lm's functions, each made once."""
 
     def __init__(self) -> None:
         self.mx, self.mx_names = _names_of_mx()
-        self.ours: dict[int, Any] = {}  # by the identity of what they stand in for, which modules hold
+        self.ours: dict[int, Any] = {}  # by the id of the replaced function, which modules keep alive
         for target, owner, leaf in _ready(is_of_class=False):
             if owner is not mx and owner is not mx.fast:
                 self.ours[id(plain(getattr(owner, leaf)))] = _wrapper(target)
@@ -125,7 +125,7 @@ class _Rebinding:
     def function(self, function: types.FunctionType) -> types.FunctionType:
         """A function of mlx-lm's that finds ours; the same one where it names none."""
         if function not in self.functions:
-            self.functions[function] = function  # what calls itself keeps its name
+            self.functions[function] = function  # ends the recursion: a function that calls itself calls the original
             self.functions[function] = self._rebound(function)
         return self.functions[function]
 
@@ -198,7 +198,7 @@ def _base_of(twin: type) -> type:
 
 @functools.cache
 def _appends() -> dict[type, Callable[..., Any]]:
-    """What appends to caches of mlx-lm's classes, if that is known here."""
+    """Our appends by mlx-lm's class of cache, for the classes known here."""
     return {owner: target.attempt for target, owner, leaf in _ready(is_of_class=True) if leaf == "update_and_fetch"}
 
 
@@ -236,7 +236,7 @@ def _appending(call: types.FunctionType, target: Target | None = None) -> Callab
         return ours(self, *args, **kwargs)
 
     functools.update_wrapper(appending, call)
-    appending.rebound = call  # type: ignore[attr-defined]  # what reads the call of a module reads this one
+    appending.rebound = call  # type: ignore[attr-defined]  # readers of a module's call read this one
     appending.computes_the_same = True  # type: ignore[attr-defined]
     return appending
 
@@ -270,7 +270,7 @@ def _rebound_class(base: type, rebinding: _Rebinding) -> type | None:
     return type(base.__name__, (base, *twins), {**methods, "__module__": base.__module__, "_rebound_of": base})
 
 
-_classes: dict[type, type | None] = {}  # what classes became
+_classes: dict[type, type | None] = {}  # replacements of classes
 
 
 def class_before(module: Any) -> type:

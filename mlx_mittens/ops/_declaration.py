@@ -30,5 +30,5 @@ def defined_in_extension(declaration: Op) -> Op:
         )
     made = _ext.FunctionWrapper(op, getattr(_ext, op))
     functools.update_wrapper(made, declaration)
-    made.__annotations__ = declaration.__annotations__  # from Python 3.14 on a wrapper gets what computes them
+    made.__annotations__ = declaration.__annotations__  # from Python 3.14 on a wrapper gets their function
     return made

@@ -106,7 +106,7 @@ def scaled_dot_product_attention(
     the sum of the weights: where such a sum passes the largest float32, the result is infinite or NaN.
 
     On an NVIDIA GPU most calls of more than 32 queries (in float32: 128) go to mx, which has kernels of cuDNN there. On
-    an Apple GPU with matrix units (M5) those of more than 16 queries do, in float32 unless ``MLX_ENABLE_TF32`` is 0.
+    an Apple GPU with matrix units (M5) calls of more than 16 queries do, in float32 unless ``MLX_ENABLE_TF32`` is 0.
     Not in strict mode, with ``force_fused``, or within a short ``window``.
 
     Args:
@@ -115,8 +115,8 @@ def scaled_dot_product_attention(
         v (array): Values of shape ``[batch, key_heads, keys, value_width]``, of any width.
         scale (float): Factor of the scores, such as ``width ** -0.5``.
         mask (str or array, optional): ``"causal"``: the last query sees all keys, each one before it one key less. An
-            array that broadcasts to ``[batch, heads, queries, keys]``: of bool, what may be seen; of numbers that
-            promote to the result's type, what is added to the scores, where -infinity hides a key.
+            array that broadcasts to ``[batch, heads, queries, keys]``: bool, true where a key may be seen; or numbers
+            that promote to the result's type, added to the scores, where -infinity hides a key.
         sinks (array, optional): A score for each head that takes part in the softmax without a value; shape
             ``[heads]``.
         window (int, optional): A query sees of the keys up to its own position, counted as for ``"causal"``, the last
@@ -124,10 +124,10 @@ def scaled_dot_product_attention(
         force_fused (bool): By one kernel, or an error where neither ours nor mx has one.
         exact (bool): Whether a query gets, bit for bit, the result of an exact call of it alone, over the keys in
             its range: of ``keys`` keys and ``queries`` queries, with ``mask="causal"`` or a window, query ``i`` has the
-            first ``keys - queries + i + 1``. So a model that verifies several tokens at once sees what it sees token by
-            token. It holds for any number of threads on one machine, and costs the sharing of keys among queries. Not
+            first ``keys - queries + i + 1``. So verifying several tokens at once gives the bits of one token at a time.
+            It holds for any number of threads on one machine, and costs the sharing of keys among queries. Not
             for derivatives, nor for ``mx.vmap`` over ``sinks``. ``mlx_mittens.patch(exact=True)`` turns it on for all
-            calls. With ``starts`` and ``ends`` a row of the batch also gets what a call of this row and its keys gives.
+            calls. With ``starts`` and ``ends`` a row of the batch gets the bits of a call of this row and its keys.
         starts (array, optional): The first key of each row of the batch, int32 of shape ``[batch]``, or of each query,
             ``[batch, queries]``: several prompts, one behind the other, are a row whose queries start at their
             prompt's first key. A row reads no key that it does not see. One whose start or end is negative or larger
@@ -244,7 +244,7 @@ def quantized_scaled_dot_product_attention(
 
     Takes what ``mlx_lm.models.base.quantized_scaled_dot_product_attention`` takes, with sinks and a window besides.
     Kernels cover 4 and 8 bits. Other calls are composed of mx operations: in these, NaN among hidden scales and biases
-    reaches the result. Gradients are those of ``queries``, an additive ``mask`` and ``sinks``.
+    reaches the result. ``queries``, an additive ``mask`` and ``sinks`` have gradients.
 
     Args:
         queries (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
@@ -265,7 +265,7 @@ def quantized_scaled_dot_product_attention(
 
     Returns:
         array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``queries``, scales and
-        biases. A query that sees no key gets what it gets from ``scaled_dot_product_attention``. With
+        biases. A query that sees no key gets the same as from ``scaled_dot_product_attention``. With
         ``return_logsumexp`` a pair of it and the logsumexp.
 
     Raises:
@@ -421,9 +421,9 @@ def paged_attention(
     """Attention over keys and values in blocks of a pool, which a table names for each row of the batch.
 
     Key ``p`` of row ``b`` is ``key_blocks[block_table[b, p // n], :, p % n]``, where blocks have ``n`` keys. Rows may
-    share blocks. Entries of the table behind a row's last key are not followed, nor with a window those of keys that no
-    query sees. A query that sees a key in a block outside of the pool is NaN, and so is a row whose length is negative
-    or beyond the table; nothing is read there.
+    share blocks. Entries of the table behind a row's last key are not followed, nor with a window entries of keys that
+    no query sees. A query that sees a key in a block outside of the pool is NaN, and so is a row whose length is
+    negative or beyond the table; nothing is read there.
 
     Decoding and prompts have kernels for widths 64, 80, 96, 128 and 256, packed ones for 8 bits and 64, 96 and 128.
     Others are gathered and computed by mx. On a CPU there is native code for all, with 4 bits too.
@@ -436,12 +436,12 @@ def paged_attention(
             ``pool.swapaxes(1, 2)``.
         value_blocks (array or tuple): Their values, of shape ``[blocks, key_heads, n, value_width]``.
         block_table (array): int32, of shape ``[batch, entries]``.
-        lengths (array): How many keys each row has; int32, of shape ``[batch]``. The last ``queries`` of these are
-            those of the queries.
+        lengths (array): How many keys each row has; int32, of shape ``[batch]``. The last ``queries`` of these
+            belong to the queries.
         scale (float): Factor of the scores.
         mask (str, optional): ``"causal"``: query ``i`` sees the keys up to ``length - queries + i``.
         sinks (array, optional): A score for each head that takes part in the softmax without a value.
-        window (int, optional): Each query sees only the last so many of its keys, up to its own.
+        window (int, optional): Number of the last keys, up to its own, that each query sees.
         group_size (int): Of packed keys and values: 32, 64 or 128.
         bits (int): Of packed keys and values.
         exact (bool): Whether a query gets, bit for bit, the result of an exact call of it and its keys alone, as in

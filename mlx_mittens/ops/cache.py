@@ -108,7 +108,7 @@ def quantized_rope_append(
     """``rope_append`` into a quantized cache: rotary embedding, quantization and the append, in one kernel.
 
     Turned keys and values, rounded to the type of ``heads``, are packed as ``mx.quantize`` packs them on the same
-    device. Derivatives are those of ``mx.quantize``, whose words have none.
+    device. Derivatives are as in ``mx.quantize``, whose words have none.
 
     Args:
         heads (array): Heads of queries, then of keys, then of values, of shape

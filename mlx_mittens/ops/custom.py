@@ -89,8 +89,8 @@ def launch(
     Args:
         file: A .metal file of ours, or a source registered by ``mlx_mittens.frontend.register_source``.
         kernel: The name of a variant in it.
-        arguments: By buffer index: an array to read, bytes of a constant, or an `Output`. What is left out is not
-            bound, as a function constant may ask for.
+        arguments: By buffer index: an array to read, bytes of a constant, or an `Output`. An index left out is not
+            bound, as a function constant may require.
         threadgroups: How many, in up to three dimensions.
         threads: Of one threadgroup, in up to three dimensions.
         threadgroup_bytes: Size of a ``[[threadgroup(0)]]`` argument.

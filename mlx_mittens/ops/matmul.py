@@ -2,8 +2,8 @@
 
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On a
 GPU the kernels take up to 16 rows for a matrix; more go to mx, and some of fewer where it uses an NVIDIA GPU's tensor
-cores or an Apple GPU's matrix units (M5). Other Apple GPUs take any number of rows with quantized weights and those of
-GGUF files; with dense weights up to 32, on the M1 and M2 up to 64 and in bfloat16 any number. On the CPU any number of
+cores or an Apple GPU's matrix units (M5). Other Apple GPUs take any number of rows with quantized weights and with
+GGUF blocks; with dense weights up to 32, on the M1 and M2 up to 64 and in bfloat16 any number. On the CPU any number of
 rows is native.
 """
 
@@ -181,7 +181,7 @@ def quantized_matmul(
     """Product with quantized weights: ``x @ dequantize(w).T``, or ``x @ dequantize(w)`` without ``transpose``.
 
     The twin of ``mx.quantized_matmul``, with an offset of the result besides. The kernels cover all modes, and all
-    bits but 1. Sums, also those of the activations, are taken in float32 and rounded once.
+    bits but 1. Sums, also of the activations, are taken in float32 and rounded once.
 
     On GPUs a result may be infinite or NaN where the exact product is in range: with activations above 1e33 in
     bfloat16, which the integers multiply before the scale, or above 1e36 in float32; and without ``transpose`` with
@@ -259,7 +259,7 @@ def quantized_matmuls(
 
     Returns:
         list of array: For each matrix one of shape ``[..., outputs]``; of the promoted type of all arguments in one
-        launch, elsewhere of that of its own.
+        launch, elsewhere of its own arguments.
 
     Raises:
         DtypeError: A ``w`` is not uint32, or another argument not of a floating-point type named above.
@@ -344,8 +344,8 @@ def block_masked_mm(
 ) -> mx.array:
     """Computes the product of two arrays with masked blocks; the twin of ``mx.block_masked_mm``.
 
-    Blocks that are masked out take no time on Apple GPUs: they are neither read nor multiplied, and what is NaN or
-    infinite there does not reach the result. Columns of ``a`` are a whole number of 16 bytes there, and where neither
+    Blocks that are masked out take no time on Apple GPUs: they are neither read nor multiplied, and NaN or
+    infinity there does not reach the result. Columns of ``a`` are a whole number of 16 bytes there, and where neither
     side is a vector ``b`` has at least 16 columns; mx computes the rest. On a CPU mx computes float32 and has no half
     types, which are composed of its operations; so is everything on NVIDIA GPUs.
 
@@ -455,7 +455,7 @@ def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> 
 def block_dequantize(
     blocks: mx.array, kind: str, dtype: mx.Dtype = mx.float32, *, stream: StreamOrDevice = None
 ) -> mx.array:
-    """Widens GGUF blocks to weights; in float32 exactly what the ``gguf`` package gives.
+    """Widens GGUF blocks to weights; in float32 exactly as the ``gguf`` package does.
 
     Args:
         blocks (array): uint8 of shape ``[..., bytes]``, each row a whole number of blocks.

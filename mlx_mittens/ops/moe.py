@@ -54,8 +54,8 @@ def gather_qmm(
         rhs_indices (array, optional): The same for the stack of matrices. Both broadcast. A pair with an index out of
             range gives NaN.
         transpose (bool): Whether the groups go along the columns of ``x``.
-        group_size (int, optional): 32, 64 or 128 in affine quantization; by default that of ``mx.quantize``.
-        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8 in affine quantization; by default that of ``mx.quantize``.
+        group_size (int, optional): 32, 64 or 128 in affine quantization; the default is as in ``mx.quantize``.
+        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8 in affine quantization; the default is as in ``mx.quantize``.
         mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``.
         global_scale (array, optional): Scale of a matrix in ``nvfp4``; such calls go to mx.
         sorted_indices (bool): Promises mx that the indices are sorted. Kernels and the native code sort them
@@ -147,7 +147,7 @@ def gather_swiglu(
     """The gated half of chosen experts: ``silu(x[lhs] @ gate[rhs].T) * (x[lhs] @ up[rhs].T)``.
 
     Kernels compute everything in float32 and round once. On the CPU experts with a bias or clipped values are two
-    products, and what follows in mx.
+    products, and mx computes the rest.
 
     Args:
         x (array): Inputs of shape ``[batch..., rows, columns]``; float32, float16 or bfloat16.
@@ -284,8 +284,8 @@ def mixture(
 
     Args:
         x (array): Tokens of shape ``[..., columns]``; float32, float16 or bfloat16.
-        logits (array): The router's, of shape ``[..., experts]``, of a floating-point type; they are taken in that of
-            ``x``.
+        logits (array): The router's, of shape ``[..., experts]``, of a floating-point type; converted to the
+            type of ``x``.
         k (int): How many experts to choose.
         gate (sequence of array): Words, scales and, in affine quantization, biases, as ``mx.quantize`` gives them:
             a stack of matrices ``[experts, hidden, columns]``.
@@ -369,13 +369,13 @@ def route_top_k(
             ``chosen``: experts are chosen by the logits, and weights are the softmax of the chosen.
         renormalize (bool): Whether weights are divided by their sum.
         descending (bool): Whether the largest comes first. NaN comes last in either order.
-        scale (float): What weights are multiplied by.
+        scale (float): Factor of the weights.
         precise (bool): Whether experts are chosen by the scores in float32, as by models that cast their logits. Scores
             that are rounded to half types are often equal.
-        eps (float): What is added to the sum that weights are divided by.
+        eps (float): Number added to the sum that weights are divided by.
         groups (tuple of int, optional): How many groups of successive experts there are, and how many are kept: those
             with the largest sums of two scores with the bias, as DeepSeek-V3's.
-        dropped (float): What the scores with the bias of other groups' experts are taken for where experts are chosen.
+        dropped (float): Score, with the bias, of other groups' experts where experts are chosen.
         stream (optional): Stream or device to run on.
 
     Returns:

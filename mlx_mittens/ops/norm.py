@@ -2,7 +2,7 @@
 
 Every op is lazy, takes float32, float16 and bfloat16 arrays, runs on the device of its stream and can be
 differentiated, vmapped and compiled as any mx operation can. Arguments of different types are promoted as mx promotes
-them; what promotes to float64 is left to mx, or is an error under ``mlx_mittens.strict()``. Bad input raises before
+them; a promotion to float64 is left to mx, or is an error under ``mlx_mittens.strict()``. Bad input raises before
 anything runs: ``ValueError`` for shapes and values, ``mlx_mittens.DtypeError`` (a ``ValueError`` and a ``TypeError``)
 for element types.
 """
@@ -232,8 +232,8 @@ def qk_norm(
     """Root mean square normalization of the heads of queries and of keys, in one kernel.
 
     Equal to ``rms_norm(queries, query_weight, eps), rms_norm(keys, key_weight, eps)``. Heads are read where they are:
-    parts of one product, and heads whose axis was moved before that of tokens, are not copied. Where a rotary embedding
-    and the append to a cache follow, ``rope_append`` does all three.
+    parts of one product, and heads whose axis was moved before the tokens' axis, are not copied. Where a rotary
+    embedding and the append to a cache follow, ``rope_append`` does all three.
 
     Args:
         queries (array): Heads of shape ``[..., width]``, as ``[batch, tokens, heads, width]`` or

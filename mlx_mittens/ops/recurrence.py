@@ -29,8 +29,8 @@ def gated_delta_update(
 
     Neither ``q`` nor ``k`` is scaled or normalized. The state is float32 throughout, and written in place if nobody
     else needs it. On a GPU a kernel has up to 512 columns; on an Apple GPU MLX's own runs where it has one. Gradients
-    are native on the CPU, where states are computed again from one in 32; on a GPU they are those of products of
-    matrices over chunks of steps, or MLX's own where its kernel ran.
+    are native on the CPU, where states are computed again from one in 32; on a GPU they come from products of
+    matrices over chunks of steps, or from MLX where its kernel ran.
 
     Args:
         q (array): Queries of shape ``[batch, steps, key_heads, columns]``; float32, float16 or bfloat16.
@@ -98,10 +98,10 @@ def ssm_update(
     Args:
         hidden_states (array): ``x`` of shape ``[batch, steps, heads, rows]``; float32, float16 or bfloat16.
         A_log (array): Logarithms of the rates of decay, of shape ``[heads]``.
-        B (array): What writes the state, of shape ``[batch, steps, groups, columns]``, ``heads`` a multiple of
+        B (array): Weights that write the state, of shape ``[batch, steps, groups, columns]``, ``heads`` a multiple of
             ``groups``: as many neighbouring heads share a group.
-        C (array): What reads the state, of ``B``'s shape.
-        D (array): What passes by the state, of shape ``[heads]``.
+        C (array): Weights that read the state, of ``B``'s shape.
+        D (array): Factors of the input that bypasses the state, of shape ``[heads]``.
         dt (array): Time steps before ``softplus``, of shape ``[batch, steps, heads]``.
         dt_bias (array): Of shape ``[heads]``.
         state (array, optional): Of shape ``[batch, heads, rows, columns]``; zeros by default.

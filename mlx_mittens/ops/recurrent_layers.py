@@ -130,8 +130,8 @@ def gated_delta_token(
     Kimi Linear has a decay for each column of the state, convolutions of ``q``, of ``k`` and of ``v`` apart, and a
     sigmoid of ``z``. All is computed in float32, and ``y`` is rounded once. The inputs may be views of one projection.
     The state is float32 throughout, and written in place if nobody else needs it; so are states of convolutions apart,
-    where each key head has one head. On a GPU a kernel has up to 512 columns and rows; gradients are those of mx
-    operations.
+    where each key head has one head. On a GPU a kernel has up to 512 columns and rows; mx operations
+    compute the gradients.
 
     Args:
         q (array): Queries before the convolution, of shape ``[batch, key_heads, columns]``; float32, float16 or

@@ -96,9 +96,9 @@ def sample(
     logit above -inf gives token 0, one with +inf the first +inf; the logarithmic probability is NaN for both. Of all
     logits NaN is as in mx: everywhere in a row that has one.
 
-    Before all of that, and in the same launches, ``mask`` forbids tokens and penalties make those of ``tokens`` less
-    probable. What is drawn, and every logarithmic probability, is then that of the changed logits. Penalties are those
-    of mlx-lm's ``make_logits_processors``, in its order, each step rounded to the type of the logits: repetition
+    Before all of that, and in the same launches, ``mask`` forbids tokens and penalties make ``tokens`` less
+    probable. Tokens are then drawn from the changed logits, which also give every logarithmic probability. Penalties
+    follow mlx-lm's ``make_logits_processors``, in its order, each step rounded to the type of the logits: repetition
     multiplies negative logits and divides others, once for each token; presence is subtracted once; frequency is
     subtracted for every time that the token is there. Whatever a penalty makes of a forbidden token, its logit is -inf.
 
@@ -109,9 +109,9 @@ def sample(
         temperature (float): Divides the logits that are kept. 0 gives the token of the largest logit: no key is used,
             and the filters, which keep that token, do nothing.
         top_k (int): Number of the largest logits to keep; 0 keeps all, and so does the vocabulary's size or more.
-        top_p (float): Keep the largest logits whose probabilities add up to this share, and what equals the last of
-            them; 0 and 1 keep all.
-        min_p (float): Keep what is at least this times as probable as the most probable token; 0 keeps all.
+        top_p (float): Keep the largest logits whose probabilities add up to this share, and logits equal to the last
+            of them; 0 and 1 keep all.
+        min_p (float): Keep tokens at least this times as probable as the most probable token; 0 keeps all.
         mask (array, optional): The tokens that may be drawn, as xgrammar and llguidance fill it: uint32 or int32 words
             of shape ``[..., ceil(vocabulary / 32)]``, bit ``c % 32`` of word ``c // 32`` for token ``c``, for each row;
             or of shape ``[ceil(vocabulary / 32)]`` for all of them. Of a row that may draw nothing the token is 0 and
@@ -123,14 +123,14 @@ def sample(
             nothing, and neither does 0.
         presence_penalty (float or array): The same; 0 changes nothing.
         frequency_penalty (float or array): The same; 0 changes nothing.
-        logprobs (bool or str): Whether to return the tokens' logarithmic probabilities too: those of the softmax of the
-            logits, without temperature and filters. ``"all"`` returns those of all logits, in two launches with the
+        logprobs (bool or str): Whether to return the tokens' logarithmic probabilities too, by the softmax of the
+            logits, without temperature and filters. ``"all"`` returns them for all logits, in two launches with the
             tokens: ``logits - mx.logsumexp(logits, axis=-1, keepdims=True)``, rounded once.
         stream (optional): Stream or device to run on.
 
     Returns:
         array or tuple(array, array): Tokens, uint32, of shape ``[...]``; with ``logprobs`` their logarithmic
-            probabilities as well, float32, or those of all logits, of the shape and type of ``logits``.
+            probabilities as well, float32, or with ``"all"`` an array of the shape and type of ``logits``.
 
     Raises:
         DtypeError: ``logits`` is not of a floating-point type, ``key`` is not uint32, or ``mask``, ``tokens`` or an
@@ -144,10 +144,10 @@ def sample(
         >>> token = mm.sample(mx.random.normal((1, 1000)), mx.random.key(0), temperature=0.7, top_k=40, top_p=0.9)
 
     Source:
-        Top-p sampling is that of Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019,
-        https://arxiv.org/abs/1904.09751; min-p that of Nguyen et al., "Turning Up the Heat", 2024,
+        Top-p sampling follows Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019,
+        https://arxiv.org/abs/1904.09751; min-p follows Nguyen et al., "Turning Up the Heat", 2024,
         https://arxiv.org/abs/2407.01082. Numbers are drawn by Threefry of Salmon et al., "Parallel Random Numbers: As
-        Easy as 1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405. The penalty of repetition is that of Keskar et
+        Easy as 1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405. The penalty of repetition follows Keskar et
         al., "CTRL", 2019, https://arxiv.org/abs/1909.05858.
     """
     raise NotImplementedError

@@ -87,7 +87,7 @@ def rotating_mask(cache: Any, N: int, window_size: int | None = None, return_arr
 
 
 def window_mask(cache: Any, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-    """The mask of a token over a full window that is wider than what it sees, whose tokens stay in their order."""
+    """The mask of a token over a full window that is wider than the token's own, and keeps its tokens in order."""
     is_narrow = isinstance(window_size, int) and window_size < cache.max_size <= cache.offset
     if N != 1 or not is_narrow or not _ext.keeps_order(cache):
         return None

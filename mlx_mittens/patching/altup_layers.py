@@ -1,4 +1,4 @@
-"""Decoder layers of Gemma 3n for one token: what stands between products and norms is one operation each.
+"""Decoder layers of Gemma 3n for one token, with one operation each between products and norms.
 
 The layer keeps several streams (AltUp). mlx-lm casts, permutes and clips one after another; here `mx.compile` makes
 each sum of streams one launch, and weights that were clipped once are not clipped again.
@@ -79,7 +79,7 @@ def _stream(streams: mx.array, index: int) -> mx.array:
 
 
 def _clip(linear: Any, most: float | None) -> None:
-    """Makes weights float32 and clips them, as each call does, unless they are what the last call made of them."""
+    """Makes weights float32 and clips them, as each call does, unless the last call did so."""
     weight = linear.weight
     if linear.__dict__.get("_clipped") is weight:
         return

@@ -48,7 +48,7 @@ def _is_token(x: mx.array, cache: Any) -> bool:
 
 
 def _refuse_packed(layer: Any, cache: Any) -> None:
-    """Says what a model of latents has not; mlx-lm's own call fails at an attribute of a list."""
+    """Refuses quantized caches for a model of latents; mlx-lm's own call fails at an attribute of a list."""
     if hasattr(cache, "bits"):
         raise ValueError(
             f"[{type(layer).__name__}] the cache is a {type(cache).__name__}: expected one that is not quantized, "
@@ -61,7 +61,7 @@ def _heads(x: mx.array, heads: int) -> mx.array:
 
 
 def _attention() -> Any:
-    """What attends: mlx-lm's function, which the patch has taken the place of, or ours in a converted model."""
+    """The attention function: mlx-lm's, which the patch has replaced, or ours in a converted model."""
     function = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
     if isinstance(mx.fast.scaled_dot_product_attention, _ext.FunctionWrapper):
         return function
@@ -344,7 +344,7 @@ def gemma3_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
 def gpt_oss_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """mlx_lm.models.gpt_oss.AttentionBlock. The factor of YaRN's queries is one of the scores.
 
-    mlx-lm's call, which several tokens take, rounds the queries behind it: with exact=True those of one are, too.
+    mlx-lm's call, which several tokens take, rounds the queries behind it. With exact=True we do so for one, too.
     """
     if not _is_token(x, cache):
         return None

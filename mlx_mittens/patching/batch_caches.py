@@ -32,8 +32,8 @@ class BatchQuantizedKVCache:
     """Keys and values of several requests, in 4 or 8 bits, padded on their left.
 
     It has the interface of mlx-lm's ``BatchKVCache``, and takes the place of several ``QuantizedKVCache`` of mlx-lm's:
-    ``merge`` makes one of them, ``extract`` gives one back. Its masks are known to attention, which reads of a row only
-    what is its own (``mlx_mittens.patch``). Under the patch a layer's keys are turned and quantized, and appended with
+    ``merge`` makes one of them, ``extract`` gives one back. Its masks are known to attention, which reads only a row's
+    own keys (``mlx_mittens.patch``). Under the patch a layer's keys are turned and quantized, and appended with
     its values, in one launch.
 
     Args:
@@ -124,7 +124,7 @@ class BatchQuantizedKVCache:
             self._right_padding = mx.array(right_padding, mx.int32)
 
     def finalize(self) -> None:
-        """Moves what is padded on the right to the left."""
+        """Moves padding on the right to the left."""
         if self._right_padding is None:
             return
         padding, self._right_padding = self._right_padding, None

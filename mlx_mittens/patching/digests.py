@@ -1,4 +1,4 @@
-"""What functions of other packages do, in short: the patch takes the place of those that are known here alone."""
+"""Digests of functions of other packages: the patch replaces only functions whose digests are known here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["as_tuples", "digest", "digest_in", "plain"]
 
 
 def plain(function: Any) -> Any:
-    """A function without what the patch has put in its place."""
+    """The original of a function that the patch has replaced."""
     return function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function
 
 

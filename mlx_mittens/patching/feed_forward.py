@@ -1,5 +1,5 @@
 """Feed-forward parts. Experts of a token are one call from the router's logits on; of tokens they are the choice, then
-gate, activation and up, then the weighted sum of what comes down.
+gate, activation and up, then the weighted sum of the down projections.
 
 mlx-lm's layers are known by their classes' names: who has a model has imported them.
 """
@@ -23,7 +23,7 @@ __all__ = ["SWITCH_LAYERS", "gated", "geglu_layer", "mixture", "weighted_experts
 SWITCH_LAYERS = "mlx_lm.models.switch_layers"
 _MOST_UNSORTED = 64  # indices, from which on mlx-lm sorts tokens by their experts
 
-# The activation of gather_swiglu that computes what a class of mlx-lm's does.
+# The activation of gather_swiglu that equals a class of mlx-lm's.
 _ACTIVATIONS = {
     f"{SWITCH_LAYERS}.SwiGLU": "swiglu",
     "mlx_lm.models.gemma4_text.GeGLU": "geglu",
@@ -118,7 +118,7 @@ def weighted_experts(
 ) -> mx.array:
     """The weighted sum of a SwitchGLU's outputs over the experts of each token.
 
-    rounded: whether it is of the type of these outputs, that of the weights apart.
+    rounded: whether the sum has the type of these outputs, whatever the weights' type.
     """
     layer: Any = glu
     known = (rounded or weights.dtype == x.dtype) and _is_a(layer, "SwitchGLU") and _is_wanted(layer)

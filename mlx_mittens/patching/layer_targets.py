@@ -229,7 +229,7 @@ NORMS = [
         adapters.gear_norm if text == adapters.GEAR_NORM else _ext.try_offset_rms_norm_layer,
         ("self", "x"),
         optional=True,
-        partial=True,  # what it leaves is mx.fast.rms_norm's
+        partial=True,  # mx.fast.rms_norm computes the rest
         text=text,
     )
     for text, norms in _OFFSET_NORMS

@@ -181,7 +181,7 @@ def patch(
 
     Args:
         strict (bool): Whether a call that no kernel covers is an error instead.
-        exact (bool): Whether a token among several gets, bit for bit, what it gets alone, also by ``mm.nn`` and by
+        exact (bool): Whether a token among several gets, bit for bit, its result alone, also by ``mm.nn`` and by
             direct calls: all attention (see ``mlx_mittens.scaled_dot_product_attention``), and on a CPU products of up
             to 32 rows with transposed weights, but for GGUF blocks and chosen experts. For speculative decoding, where
             the verification of several tokens is compared with decoding one by one.
@@ -223,7 +223,7 @@ def patch(
 
 
 def unpatch() -> None:
-    """Undoes ``patch()``: mx's functions are what they were. Blocks of ``patched()`` that are open stay so.
+    """Undoes ``patch()``: restores mx's functions. Blocks of ``patched()`` that are open stay so.
 
     A graph that ``mx.compile`` traced under the patch holds our kernels, and stays on them until it is traced anew: for
     inputs of another shape or type, or once the function is compiled again.

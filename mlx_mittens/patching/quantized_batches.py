@@ -16,8 +16,8 @@ from .batch_windows import BatchRotatingQuantizedKVCache
 
 __all__ = ["is_batchable", "merge_caches", "new_caches", "quantize_new"]
 
-# Of the server's thread: `format`, group size and bits of the caches that it wants, and `known`, what was last found of
-# a model.
+# State of the server's thread: `format`, the group size and bits of the caches that it wants, and `known`, the last
+# findings on a model.
 _server = threading.local()
 
 

@@ -1,7 +1,7 @@
 """The mixtures of mlx-lm's models. Routers choose experts in one kernel, and a token on an Apple GPU is two launches.
 
-A function here computes what the call of a known class does, and gives None where that is to be called: where a layer
-is sharded, or no kernel chooses. `targets` names the classes by what their calls do.
+A function here computes the call of a known class, and gives None where mlx-lm's own call must run: where a layer is
+sharded, or no kernel chooses. `targets` names the classes by what their calls do.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def longcat_gate(router: Any, hidden_states: mx.array) -> Any:
 
 @functools.cache
 def _kinds(ndim: int) -> mx.array:
-    """Whether an expert gives its input, for the ones that do not and those that do."""
+    """Whether an expert gives its input: false for experts that do not, then true for experts that do."""
     kinds = mx.array([False, True]).reshape(2, *[1] * ndim)
     mx.eval(kinds)
     return kinds

@@ -25,7 +25,7 @@ class _Sampler:
         if top_k >= logprobs.shape[-1]:
             from mlx_lm.sample_utils import apply_top_k
 
-            apply_top_k(logprobs, top_k)  # says what is wrong
+            apply_top_k(logprobs, top_k)  # raises mlx-lm's error
         return _ext.sample_logprobs(logprobs, self.temperature, **self.filters)
 
 
@@ -39,7 +39,7 @@ def make_sampler(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Any = None,
 ) -> _Sampler | None:
-    """A sampler without what the op lacks: XTC, and min-p that keeps several tokens at least."""
+    """A sampler without the features that the op lacks: XTC, and min-p that keeps several tokens at least."""
     lacks = xtc_probability > 0 or (min_p != 0 and min_tokens_to_keep != 1)
     if lacks or not temp > 0 or not 0 <= min_p <= 1 or not isinstance(top_k, int):
         return None

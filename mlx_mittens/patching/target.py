@@ -35,7 +35,7 @@ class Target:
     """A function of another package, and the op that stands in for it."""
 
     switch: str  # what patch() calls it
-    op: str  # what stats() calls it
+    op: str  # its name in stats()
     module: str  # where the function is
     path: str  # and its name there, with dots
     attempt: Attempt
@@ -54,7 +54,7 @@ class Target:
         return f"{self.module}.{self.path}"
 
     def owner(self) -> tuple[Any, str]:
-        """What holds the function, and under which name.
+        """The object that holds the function, and the name there.
 
         Raises:
             PatchError: It is not there, or takes other arguments than those known.

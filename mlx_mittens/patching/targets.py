@@ -22,7 +22,7 @@ _FUNCTIONS = [
         "RMSNorm.__call__",
         _ext.try_rms_norm_layer,
         ("self", "x"),
-        partial=True,  # what it leaves is mx.fast.rms_norm's
+        partial=True,  # mx.fast.rms_norm computes the rest
     ),
     Target("layer_norm", "layer_norm", "mlx.core", "fast.layer_norm", _ext.try_layer_norm),
     Target("softmax", "softmax", "mlx.core", "softmax", _ext.try_softmax),
@@ -34,7 +34,7 @@ _FUNCTIONS = [
         "QuantizedLinear.__call__",
         _ext.try_quantized_linear,
         ("self", "x"),
-        partial=True,  # what it leaves is mx.quantized_matmul's
+        partial=True,  # mx.quantized_matmul computes the rest
     ),
     Target(
         "quantized_matmul",

@@ -1,4 +1,4 @@
-"""Instantiations of MLX's own Metal kernels, those that MLX chooses for common shapes, and their threads."""
+"""Instantiations of MLX's own Metal kernels that MLX chooses for common shapes, and their threads."""
 
 from __future__ import annotations
 

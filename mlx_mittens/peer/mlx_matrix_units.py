@@ -100,7 +100,7 @@ def rows_that_run(m: int) -> int:
     """Rows of a quantized product that makes the same tiles as m rows, and that the simulator runs.
 
     If the last tile's rows fill the first of its two SIMD-groups, but not the second, these wait at two copies of one
-    barrier. Metal's specification forbids that, and the simulator faults it; a GPU counts those that have come.
+    barrier. Metal's specification forbids that, and the simulator faults it; a GPU counts arrivals.
     """
     tile = _rows_of_tile(m)
     return -(-m // tile) * tile if m % tile >= tile // 2 else m

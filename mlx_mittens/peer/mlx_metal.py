@@ -1,6 +1,6 @@
 """The peer: MLX's own Metal kernels, out of the installed mlx wheel, beside ours.
 
-Each function takes what the op takes and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the
+Each function takes the op's arguments and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the
 same compiler as ours, on a CPU in the simulator. A new op's peer is one function and one row in `PEERS`.
 
 Where MLX's choice depends on the Apple GPU, it is made as for an M4 Max (applegpu_g16s), and MLX chooses the same on an
@@ -267,7 +267,7 @@ def _are_queries(a: mx.array) -> bool:
     if _is_by_rows(a):
         return True
     strides, width = _ext.strides(a), a.shape[3]
-    other = 1 if a.shape[0] == 1 else 0  # the axis of batch and heads that is exchanged with that of queries
+    other = 1 if a.shape[0] == 1 else 0  # the axis of batch and heads that changes places with the queries' axis
     exchanged = (width, width * a.shape[other], 1)
     return 1 in a.shape[:2] and (strides[other], strides[2], strides[3]) == exchanged
 
@@ -413,7 +413,7 @@ class Peer:
     """The peer of an op.
 
     Attributes:
-        function: Takes what the op's cases in the table hold.
+        function: Takes the arguments of the op's cases in the table.
         covers: Whether MLX has a kernel for a case without gradients and its options.
     """
 

@@ -1,6 +1,6 @@
 """MLX's products with chosen matrices, and with segments of K, on the matrix units of an M5.
 
-The rules are those of MLX 0.32.4's host library, as in `mlx_unit_products`. Where rows are sorted by their matrix, MLX
+The rules follow MLX 0.32.4's host library, as in `mlx_unit_products`. Where rows are sorted by their matrix, MLX
 first finds where each matrix's rows begin, in a kernel whose source is not in its wheel: here mx finds them.
 """
 

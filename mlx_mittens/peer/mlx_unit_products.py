@@ -1,6 +1,6 @@
 """MLX's dense products on the matrix units of an M5: which kernel, which tiles and which grid, and their launch.
 
-The rules are those of the host library in MLX 0.32.4's wheel for macOS 26, whose launches are recorded in
+The rules follow the host library in MLX 0.32.4's wheel for macOS 26, whose launches are recorded in
 tests/bench/mlx_host_launches.txt. The letter that ends the name of a GPU's architecture decides there: `s` on a Pro and
 a Max, `d` on an Ultra (ml-explore/mlx#3852). The kernels are the installed wheel's.
 """
@@ -18,7 +18,7 @@ from . import mlx_matrix_units, split_sums
 from .mlx_sources import TYPES, instance
 
 _SIMD = 32
-# Up to so many columns, or rows of a transposed matrix, a product is thin.
+# Most columns, or rows of a transposed matrix, of a thin product.
 _THIN = 64
 _LARGE = ("pro", "max")
 _MOST_OFFSET = 2**31 - 1
@@ -105,7 +105,7 @@ def plan(
         n: Columns.
         k: Terms of a sum.
         dtype: Of the operands.
-        batch: Products, none of which share a matrix.
+        batch: Number of products. No two share a matrix.
         turned: Whether the operands lie in memory column by column.
         stream: Where it is to run.
     """

@@ -36,8 +36,8 @@ _COUNTS = (*_COUNTED, _SIMD)
 _FLOW, _HELD_COUNT, _COUNT, _ENTRY = 3e5, 1e5, 1e3, 10.0
 _ROUNDS = 6
 _PATIENCE = 5
-# A solution of n numbers takes time with their cube. Code of many loops, of which a launch takes one, such as that of
-# tiles of experts, would take minutes: what is found by then is near enough, or has a mark.
+# A solution of n numbers takes time with their cube. Code of many loops, where a launch takes one, such as tiles of
+# experts, would take minutes: the solution found by then is near enough, or has a mark.
 _STEPS, _FEWEST_STEPS = 1e10, 40
 
 
@@ -49,7 +49,7 @@ class Executions:
         blocks: By the block's label.
         opcodes: How often the instructions of each opcode are executed, in all blocks.
         rounds: How often blocks with loads from device memory are executed: loads of one block are on their way
-            together, and those of the next wait for what this one makes of them.
+            together, and the next block's loads wait for this block's results.
         mismatch: By how much the counts of the simulator are missed, as a share of the count that is missed most.
         uncounted: Loops that compute and have none of the counted instructions. How often they run is not known: once
             each time that they are come to.
@@ -95,12 +95,12 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
     joints = sorted({path.target for path in paths} & {path.source for path in paths})
     enters = np.array([[float(path.target == at) for path in paths] for at in joints]).reshape(-1, len(paths))
     leaves = np.array([[float(path.source == at) for path in paths] for at in joints]).reshape(-1, len(paths))
-    # Of all executions with these counts, the least, loops being entered each time. Sizes are relative to what was
+    # Finds the least executions with these counts, with loops entered each time. Sizes are relative to the solution
     # found so far, or else a loop of many rounds would weigh more than the counts that ask for it.
     size = np.full(len(paths), 1 + max((totals[name] / number for name in told), default=1.0))
     best = np.ones(len(paths))
     for _ in range(_ROUNDS):
-        flow = (enters - leaves) / np.maximum(1, enters @ size)[:, None]  # what enters a joint leaves it
+        flow = (enters - leaves) / np.maximum(1, enters @ size)[:, None]  # flow into a joint equals flow out of it
         entered = _ENTRY * (entries - around) / np.maximum(1, around @ size)[:, None]
         rows = [_FLOW * flow, _FLOW * start, counts * weights[:, None], entered]
         rest = np.zeros(len(entered) + len(paths))

@@ -83,7 +83,7 @@ class PredictedLaunch:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its work is what the simulator counts, as nothing here compiles a kernel for matrix units."""
+        """Whether its work comes from the simulator's counts, as nothing here compiles a kernel for matrix units."""
         has_units = self.chip.tensor_flop_per_core_cycle is not None
         return has_units and self.code is None and matrix_units.are_used(self.launch)
 
@@ -113,7 +113,7 @@ class PredictedLaunch:
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """The time by itself, and what limits it; None where there is no work."""
+        """The time by itself, and the resource that limits it; None where there is no work."""
         return None if self.work is None else predict(self.work, self.chip)
 
     def on(self, chip: Chip) -> PredictedLaunch:
@@ -150,9 +150,9 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
 
     Args:
         launch: Its counts in the simulator.
-        code: Its machine code, which is that of the M1 and M2.
+        code: Its machine code, as for the M1 and M2.
         executed: How often each block is executed.
-        chip: The chip. Where it has instructions for bfloat16, those that widen it are left out.
+        chip: The chip. Where it has instructions for bfloat16, instructions that widen it are left out.
     """
     widening = {"bfi"} if "bfloat16" in launch.kernel and chip.native_bfloat else set()
     threads = math.prod(launch.threads)
@@ -209,7 +209,7 @@ class EstimatedLaunch:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """The time by itself, and what limits it."""
+        """The time by itself, and the resource that limits it."""
         return predict(self.work, self.chip)
 
     def on(self, chip: Chip) -> EstimatedLaunch:
@@ -230,7 +230,7 @@ L = TypeVar("L", bound="PredictedLaunch | EstimatedLaunch")
 
 
 class PredictedLaunches(list[L]):
-    """The launches of a block on a chip; printed as a table of kernels, those that take longest first.
+    """The launches of a block on a chip; printed as a table of kernels, the slowest first.
 
     Attributes:
         chip: The chip.
@@ -364,7 +364,7 @@ def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContex
 
     Raises:
         ValueError: If the chip is unknown; the message lists the known ones. If peer is another.
-        RuntimeError: Within another such block, or that of ``profiled``. Of the list, where there is no Mesa compiler
+        RuntimeError: Within another such block, or one of ``profiled``. Of the list, where there is no Mesa compiler
             and a launch is not of this package's own kernels, whose machine code is in it: the message says how to get
             one.
 

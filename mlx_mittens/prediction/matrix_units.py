@@ -1,7 +1,7 @@
 """The work of launches that use matrix units, as the simulator counts it: no compiler here makes machine code of them.
 
-Products, loads, stores and barriers are counted. What is not is arithmetic, such as that which unpacks weights, and
-addresses.
+Products, loads, stores and barriers are counted. Other arithmetic is not, such as the unpacking of weights and the
+computation of addresses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from ..apple.model import MATRIX_FLOP, Instructions, Work
 from ..simulator.profile import Launch
 
-# What texts say of a launch whose work is this.
+# Note in texts on a launch with such work.
 COUNTED = "no machine code: products, loads and stores as the simulator counts them"
 
 

@@ -104,7 +104,7 @@ class _Call:
 
 
 def _of_converted_models() -> Sequence[Any]:
-    """What they call for a rotary embedding; nothing where nobody has imported what converts them."""
+    """Their functions of rotary embeddings; none where nobody has imported `mlx_mittens.nn`, which converts them."""
     rebinding = sys.modules.get("mlx_mittens.nn.rebinding")
     return () if rebinding is None else rebinding.wrappers("rope")
 
@@ -119,8 +119,8 @@ class Recorder:
     """Records the operations of each evaluation while it is open.
 
     Attributes:
-        evaluations: The operations of each evaluation, each after those that it depends on, with whether the simulator
-            was on.
+        evaluations: The operations of each evaluation, each after the operations that it depends on, with whether the
+            simulator was on.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The launches that MLX makes of an operation on Metal: its own kernels, or an estimate of the bytes that they move.
 
-MLX's kernels are run in the simulator on drawn inputs of the operation's shapes. What is no header in the wheel is
-estimated: each such operation is one launch, or as many as MLX makes of it.
+MLX's kernels are run in the simulator on drawn inputs of the operation's shapes. Operations without a
+kernel header in the wheel are estimated: each is one launch, or as many as MLX makes of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VIEWS = {
     *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Slice", "Split"),
     *("Squeeze", "StopGradient", "Transpose", ANOTHER_OUTPUT),
 }
-# These copy what does not lie in memory row by row.
+# These copy arrays that do not lie in memory row by row.
 _NEW_SHAPES = {"Flatten", "Reshape", "Unflatten"}
 _COPIES_IF_SCATTERED = {"Contiguous", *_NEW_SHAPES}
 _MAPS = {
@@ -71,7 +71,7 @@ class Peer:
     """A call of MLX's own kernels on drawn inputs.
 
     Attributes:
-        key: What tells it from others.
+        key: Distinguishes it from others.
         call: Makes the inputs and gives the outputs, still to be computed.
         instead: Its launches where its kernels do not run in the simulator.
     """
@@ -134,7 +134,7 @@ def _others(
     if name in ("Gather", "GatherAxis", "DynamicSlice"):
         indices = sum(a.nbytes for a in inputs[1:])
         return (Estimate(name, _mapped(output.size, indices + 2 * output.nbytes)),)
-    if name.startswith("Scatter"):  # the name has what it does with values
+    if name.startswith("Scatter"):  # the name ends in its operation on values
         return (Estimate(name, _mapped(inputs[-1].size, sum(a.nbytes for a in inputs[1:]) + inputs[-1].nbytes)),)
     if name == "Concatenate":  # a copy for each
         return tuple(Estimate(name, _mapped(a.size, 2 * a.nbytes)) for a in inputs if a.size)

@@ -18,7 +18,7 @@ else:
 
     def __getattr__(name: str) -> object:
         if name in ("EstimatedLaunch", "PredictedLaunch", "PredictedLaunches", "predicted"):
-            from ..prediction import launches  # which imports what is here
+            from ..prediction import launches  # imports this module in turn
 
             return getattr(launches, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -68,7 +68,7 @@ def enabled(
 ) -> Iterator[None]:
     """Sends ops on the CPU, and the kernels of ``mx.fast.metal_kernel``, through the simulator.
 
-    Ops are lazy: what counts is where they are evaluated, not where they are called. The environment variable
+    Ops are lazy: an op goes there if it is evaluated within the block, wherever it is called. The environment variable
     ``MLX_MITTENS_SIMULATOR=1`` does the same for the ops of a whole process.
 
     A kernel of ``mx.fast.metal_kernel`` goes to the simulator if it is called within the block, on a Mac too, in place

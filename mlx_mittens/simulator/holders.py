@@ -1,4 +1,4 @@
-"""Putting other objects in the place of those that anything in the process holds."""
+"""Replaces an object wherever anything in the process holds it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _replace_in_dict(holder: dict[Any, Any], now: Any) -> None:
     changed = {key: now(value) for key, value in list(holder.items()) if now(value) is not value}
     owners = [owner for owner in gc.get_referrers(holder) if isinstance(owner, type)] if changed else []
     for key, value in changed.items():
-        for owner in owners:  # a class caches what it finds in its dictionary
+        for owner in owners:  # a class caches attributes found in its dictionary
             setattr(owner, key, value)
         holder[key] = value
 

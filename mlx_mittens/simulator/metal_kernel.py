@@ -106,7 +106,7 @@ class Kernel:
             ValueError: If shapes, grid, threadgroup or template arguments cannot be served.
             CompileError: From the evaluation of an output, as on a Mac, if the kernel does not compile, or would not
                 there (as ``mlx-mittens check`` has it); lines are counted in ``source`` and ``header``.
-            Fault: From the evaluation of an output, if the kernel does what a GPU would not forgive.
+            Fault: From the evaluation of an output, if the kernel makes an error that a GPU would not forgive.
         """
         arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
         if len(output_shapes) != len(output_dtypes):
@@ -156,7 +156,7 @@ class Kernel:
             CompileError: As an evaluation does.
             RuntimeError: If there is no Mesa compiler; the message says how to get it. Also in a block of ``profiled``
                 or ``predicted``.
-            Fault: If the kernel does what a GPU would not forgive.
+            Fault: If the kernel makes an error that a GPU would not forgive.
 
         Example:
             >>> source = "uint i = thread_position_in_grid.x; y[i] = 2 * x[i];"
@@ -176,7 +176,7 @@ class Kernel:
         return predict_launches([launch], known)[0]
 
     def _know(self, generated: _Generated, arrays: list[mx.array], shapes: list[tuple[int, ...]]) -> None:
-        """Finds name, header and source of a kernel that MLX made, in what it generates."""
+        """Finds name, header and source of a kernel that MLX made, in the text that it generates."""
         if self._is_known:
             return
         text, kernel = generated.text, generated.kernel
@@ -219,7 +219,7 @@ class Kernel:
         return ""
 
     def _text(self, generated: _Generated, file: str) -> str:
-        """The generated text, in which lines count as they do in what the user wrote."""
+        """The generated text, in which lines count as in the user's text."""
         text = generated.text
         if self._source:
             at = text.rindex(self._source)
@@ -243,7 +243,7 @@ def metal_kernel(
 ) -> Kernel:
     """``mx.fast.metal_kernel`` for machines without Metal: the kernel runs in the simulator, which watches it.
 
-    MLX generates the signature, so the kernel sees what it would see on a Mac, MLX's own ``utils.h`` included. An input
+    MLX generates the signature, so the kernel sees the same text as on a Mac, MLX's own ``utils.h`` included. An input
     that runs backwards (``a[::-1]``) is copied where a Mac would hand over its negative strides.
 
     Args:
@@ -257,7 +257,7 @@ def metal_kernel(
         compile_options: As MLX's; the simulator's arithmetic is safe in every math mode.
 
     Returns:
-        A kernel, called as that of ``mx.fast.metal_kernel``.
+        A kernel, called as one of ``mx.fast.metal_kernel``.
 
     Raises:
         ValueError: A name is none of Metal's language.
@@ -333,7 +333,7 @@ def _checked_shape(i: int, given: Any) -> tuple[int, ...]:
 
 def _generate(mlx_kernel: Callable[..., Any], arrays: list[mx.array], **arguments: Any) -> _Generated:
     """Has MLX write the kernel for inputs of these shapes and dtypes."""
-    if isinstance(mlx_kernel, _Switched):  # what a Kernel from before the first block holds by now
+    if isinstance(mlx_kernel, _Switched):  # a Kernel made before the first block holds one by now
         mlx_kernel = mlx_kernel._mlx_kernel
     exported: list[dict[str, Any]] = []
     stand_ins = [mx.zeros(a.shape, a.dtype) for a in arrays]

@@ -1,4 +1,4 @@
-"""What launches do in the simulator, for whoever tunes a kernel or predicts its time."""
+"""Counts of launches in the simulator, for tuning a kernel or predicting its time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LineCounts:
             ``matrix`` (a product of SIMD-group matrices).
         memory: ``device`` or ``threadgroup``, of an access; else empty.
         executions: How often simdgroups executed the line, summed over them: in a loop, its rounds. A loop of few,
-            known rounds is unrolled and executes its lines once. Of a line that stands in several places of the
-            compiled code, as that of an inlined function, the place that was executed most often counts.
+            known rounds is unrolled and executes its lines once. If a line stands in several places of the
+            compiled code, as an inlined function's does, the place that was executed most often counts.
         operations: Accesses, merged as `Launch` says, or operations between threads, in all places.
 
     Example:
@@ -168,7 +168,7 @@ def profiled() -> Iterator[ProfiledLaunches]:
     ``mm.simulator.metal_kernel`` need no ``enabled``. There is one record in a process: blocks do not nest.
 
     Raises:
-        RuntimeError: Within another such block, or that of ``predicted``.
+        RuntimeError: Within another such block, or a block of ``predicted``.
         ValueError: A kernel ran with ``watch=False``.
 
     Example:

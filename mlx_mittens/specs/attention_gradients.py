@@ -21,8 +21,8 @@ def exact_attention_vjp(
 ) -> list[Exact]:
     """Gradients of queries, keys and values, then of a mask that is added and of sinks where they are there.
 
-    All scores are held at once. A row that sees no key has zeros. The size of a gradient is that of its terms, before
-    the mean of a row is taken from them: of a row that sees one key nothing is left.
+    All scores are held at once. A row that sees no key has zeros. A gradient's size is measured on its terms, before
+    the mean of a row is subtracted: a row that sees one key cancels to nothing.
     """
     wide_q, wide_k, wide_v, wide_dy = widen(q), widen(k), widen(v), widen(dy)
     (batch, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
@@ -77,6 +77,6 @@ def exact_attention_vjp(
 
 
 def _summed(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The sum over what an array of this shape was broadcast along."""
+    """The sum over the axes that an array of this shape was broadcast along."""
     a = a.sum(tuple(range(a.ndim - len(shape))))
     return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)

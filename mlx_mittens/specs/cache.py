@@ -88,7 +88,7 @@ class RopeAppendOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedRopeAppendOp(RopeAppendOp):
-    """The same with buffers of words, scales and biases, which are compared as what they stand for."""
+    """The same with buffers of words, scales and biases, which are compared after dequantization."""
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         heads, buffer, _, *others = super().shapes(case)

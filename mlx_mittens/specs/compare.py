@@ -26,7 +26,7 @@ def error(actual: mx.array, exact: Exact) -> float:
 
     Each element's distance from the exact value is taken relative to the largest of that value, the root mean square of
     its row, the terms it sums up (beside which a value that happens to cancel cannot be more exact) and the smallest
-    normal number of its type; to which comes what the rounding of inner float32 numbers moves it by.
+    normal number of its type. To this scale we add the effect of rounding inner float32 numbers.
 
     Returns:
         float: The error; infinity where the shape differs, or a NaN or an infinity stands in the wrong place.
@@ -74,11 +74,11 @@ def _overflow(a: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
 
 
 def tolerance(dtype: mx.Dtype, twin_error: float, vjp: bool = False, float32_units: int = 4) -> float:
-    """The error we allow ourselves: twice what the twin makes, or what rounding alone explains.
+    """The error we allow ourselves: twice the twin's error, or as much as rounding alone explains.
 
-    That is one unit in the last place of a 16-bit type, two for gradients, which start from rounded values. In float32
-    every step rounds to the result's own type, so the twin is at times right by luck: four units, or what the op's row
-    in the table says, and four times that for gradients.
+    Rounding explains one unit in the last place of a 16-bit type, two for gradients, which start from rounded values.
+    In float32 every step rounds to the result's own type, so the twin is at times right by luck: we allow four units,
+    or the op's number from the table, and four times as many for gradients.
     """
     units = float32_units if dtype == mx.float32 else 1
     if vjp:

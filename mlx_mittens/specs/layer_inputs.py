@@ -1,4 +1,4 @@
-"""Rows of the table of ops for what recurrences take of a prompt; `specs` puts them into the table."""
+"""Rows of the table of ops for the inputs of recurrences over a prompt; `specs` puts them into the table."""
 
 from __future__ import annotations
 

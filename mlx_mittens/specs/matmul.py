@@ -92,7 +92,7 @@ def _mx_swiglu(
 
 
 def gated_by_mx(gate: mx.array, up: mx.array, activation: str) -> mx.array:
-    """What models compute of two products in the place of our gated ones."""
+    """A model's computation from two products, the twin of our gated ones."""
     return (nn.gelu_approx(gate) if activation == "geglu" else gate * mx.sigmoid(gate)) * up
 
 
@@ -177,7 +177,7 @@ MATRIX_OPS: tuple[Op, ...] = (
             (1, 2048, 6),
             gpu="nvidia",
         )
-        # GPUs leave them to mx: they show the simulator what a kernel does with rows beyond its first block of them.
+        # GPUs leave them to mx: in the simulator they test a kernel with rows beyond its first block of them.
         + test_cases((19, 264, 17), (18, 31, 3), cpu_only=True),
         cases=model_cases((1, 2, 4, 8, 16))
         + prompt_cases((128, 896, 896), (512, 896, 896))
@@ -194,7 +194,7 @@ MATRIX_OPS: tuple[Op, ...] = (
         options={"transpose": True},
         tests=test_cases((1, 520, 9), (7, 136, 21))
         + test_cases((2, 90, 40), transpose=False)
-        # Few GPUs have tiles, and for few rows: these show the simulator what a kernel does with many.
+        # Few GPUs have tiles, and for few rows: in the simulator these test a kernel with many rows.
         + test_cases(*TILES, cpu_only=True)
         + test_cases(*TRANSPOSED_TILES, cpu_only=True, transpose=False),
         cases=(Case("Qwen2.5-0.5B prompt", (512, 896, 896), cpu_only=True, quick=True),),

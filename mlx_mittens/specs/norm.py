@@ -1,6 +1,6 @@
 """Rows of the table of ops for the norms and softmax: ops that work along rows.
 
-The shape of a case is that of the op's row-wise arguments.
+A case has the shape of the op's row-wise arguments.
 """
 
 from __future__ import annotations

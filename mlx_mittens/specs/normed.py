@@ -1,4 +1,4 @@
-"""Products whose row is a norm that lies between two of them: what tests of the table of ops call.
+"""Products whose row is a norm that lies between two of them, as calls for tests of the table of ops.
 
 The product before is one of x with a square matrix, and x is added to it.
 """

@@ -38,7 +38,7 @@ class Case:
         cpu_only: Of more rows than the op takes on a GPU.
         apple_only: Of more rows than the op takes on a GPU that is not Apple's.
         gpu: Whose GPUs the simulator stands for, where the case is for their kernels.
-        left_to_mx: mx computes what a kernel has prepared. In strict mode other kernels compute it.
+        left_to_mx: mx computes the result after a kernel has prepared it. In strict mode other kernels compute it.
     """
 
     label: str
@@ -81,8 +81,8 @@ class Exact:
     Attributes:
         value: The result.
         magnitude: The size of the terms of its sum, where these cancel.
-        inner: How far it moves where the float32 numbers on the way to it are off by their own size: what exponentials
-            of large numbers make of the rounding of these.
+        inner: How far it moves where the float32 numbers on the way to it are off by their own size. Exponentials
+            of large numbers amplify the rounding of these numbers.
     """
 
     value: np.ndarray
@@ -109,7 +109,7 @@ class Op(abc.ABC):
 
     Attributes:
         name: Name in ``mlx_mittens``.
-        parameters: Array arguments in order, each with what it holds: ``rows`` (what is always there), ``weight`` or
+        parameters: Array arguments in order, each with its kind: ``rows`` (always there), ``weight`` or
             ``bias`` (one value a column), ``mask`` or ``sinks``.
         outputs: How many arrays the op returns.
         ours: The op.
@@ -156,7 +156,7 @@ class Op(abc.ABC):
         return {}
 
     def trained(self, arrays: Sequence[mx.array | None]) -> list[int]:
-        """Which arguments a case of gradients is differentiated by: those that are there and not frozen."""
+        """Indices of the arguments that a case of gradients differentiates by: present and not frozen."""
         return [
             i
             for i, ((name, _), array) in enumerate(zip(self.parameters, arrays, strict=True))
@@ -301,7 +301,7 @@ def run(
     arrays: Sequence[mx.array | None],
     cotangents: Sequence[mx.array] = (),
 ) -> list[mx.array]:
-    """Builds what a case asks for: the op's outputs, or its gradients. Evaluates nothing."""
+    """Builds a case's results: the op's outputs, or its gradients. Evaluates nothing."""
     if case.vjp:
         return gradients(function, arrays, cotangents, op.arguments(case), op.trained(arrays))
     return call(function, arrays, op.arguments(case))

@@ -30,7 +30,7 @@ def draw_table(rng: np.random.Generator, shape: tuple[int, ...]) -> mx.array:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedOp(Op):
-    """What reads pools or writes them: how these are drawn, and what they hold."""
+    """Ops that read or write pools: draws the pools and their tables."""
 
     def pool_shapes(self, case: Case, blocks: int, key_heads: int, width: int) -> list[tuple[int, ...]]:
         options = self.arguments(case)
@@ -219,7 +219,7 @@ def _twin_append(keys, values, *rest, block, bits, group_size):
     for pool, new in zip(_pools(pools, bits), (keys, values), strict=True):
         held = pool if bits else (pool,)
         for buffer, part in zip(held, mx.quantize(new, group_size, bits) if bits else (new,), strict=True):
-            buffer = buffer[...]  # another, for what is assigned to it
+            buffer = buffer[...]  # a new array: the assignment must not change the held one
             rows = part.swapaxes(1, 2).reshape(batch * tokens, *part.shape[1::2])
             buffer[blocks.reshape(-1), :, within.reshape(-1)] = rows
             parts.append(buffer)

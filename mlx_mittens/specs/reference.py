@@ -4,7 +4,7 @@ Inputs are arrays of any float type and are widened first; nothing is rounded on
 these is its whole error. Gradients follow the formulas written by hand, not an automatic derivation of the forward
 code. Each ``*_vjp`` takes the op's arguments, then the cotangents of its outputs, and returns one gradient for each
 array argument (``None`` for an absent one). With ``magnitude=True`` it gives, instead, how large the terms are whose
-sum a gradient is: where they cancel, that and not the gradient's own size is what an error has to be measured by.
+sum a gradient is: where they cancel, an error is measured by their size and not by the gradient's own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _widen(a: ArrayLike | None) -> np.ndarray | None:
 def _over_rows(a: np.ndarray, magnitude: bool = False, inner: np.ndarray | float = 0.0) -> np.ndarray:
     """Sums over all axes but the last: the gradient of an array that was broadcast over rows.
 
-    With magnitude, the size of a sum of `inner`: what the terms were computed from, where rounding may be all that is
-    left of it.
+    With magnitude, the size of a sum of `inner`, the numbers that the terms were computed from. Where they cancel, the
+    terms may hold nothing but their rounding.
     """
     if magnitude:
         return np.sqrt(_over_rows(np.broadcast_to(inner, a.shape) ** 2))
@@ -148,7 +148,7 @@ def norm_add_norm_vjp(
     dtotal, _, dnext = add_rms_norm_vjp(
         first, residual, next_weight, dnormed, dtotal, eps, next_weight_offset, magnitude
     )
-    # What comes back through the sum is as large as its terms, whatever is left of them.
+    # The gradient through the sum is as large as the sum's terms, even where these cancel.
     if magnitude:
         n = 1 / np.sqrt(_mean(x * x) + eps)
         g = dtotal if weight is None else dtotal * np.abs(_widen(weight) + weight_offset)

@@ -233,7 +233,7 @@ SAMPLE_OPS: tuple[Op, ...] = (
         summary="tokens drawn from logits by temperature, top-k, top-p and min-p, without a sort, with penalties for "
         "the last ones and a mask of those that are allowed",
         options={"temperature": 1.0},
-        # Rows of one threadgroup and of several; what passes the filters in threadgroup memory, and past its room.
+        # Rows of one threadgroup and of several; filtered logits that fit threadgroup memory, and that do not.
         tests=cases_for_tests((1, 1), (3, 7), (2, 33), (1, 9001))
         + cases_for_tests((3, 70), (1, 9001), temperature=0.0)
         + cases_for_tests((5, 515), **_CHAT)

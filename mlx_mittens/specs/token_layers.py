@@ -24,8 +24,8 @@ class ShortConvTokenOp(Op):
     """Projections, the convolution's state and weights. Biases are tested beside the table.
 
     The shape of a case is ``(batch, taps, channels)``, with the number of tokens behind where there are several. With
-    the option ``columns`` the projection is a part of the call: it reads the norm of the first argument and of the
-    product of that, of so many columns.
+    the option ``columns`` the projection is a part of the call. It reads a norm of the first argument plus a
+    product of that argument with a matrix of `columns` columns.
     """
 
     smallest = (1, 2, 3)

@@ -1,1 +1,1 @@
-"""Checks Metal: finds what a Mac's compiler would refuse although clang takes it."""
+"""Checks Metal: finds code that a Mac's compiler would refuse although clang takes it."""

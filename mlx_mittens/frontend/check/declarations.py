@@ -10,7 +10,7 @@ _SPACE_ADVICE = "write device, constant, threadgroup or thread before it"
 
 
 def check_declarations(text: Text) -> None:
-    """Reports what is declared otherwise than Metal has it; keeps the names of functions and of aliases of pointers."""
+    """Reports declarations that Metal does not allow; keeps the names of functions and of aliases of pointers."""
     _scope(text, 0, len(text.tokens))
 
 

@@ -8,8 +8,8 @@ The smallest product of a tensor core has a left matrix of 16 rows. So two produ
 right matrix become one, and of two that follow each other in a sum the matrices are put side by side. Where no partner
 is found, the lower rows are zeros, and nobody reads their results.
 
-Of two products that become one the first waits for the second. Registers are rewritten in PTX, so what the first reads
-must stay until then. Products in float32 become three of TF32 each (`_in_parts`).
+Of two products that become one the first waits for the second. Registers are rewritten in PTX, so the first one's
+operands must stay until then. Products in float32 become three of TF32 each (`_in_parts`).
 """
 
 from __future__ import annotations

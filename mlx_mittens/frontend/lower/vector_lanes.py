@@ -1,13 +1,13 @@
 """Which components of a vector an access is to, in LLVM's text of a kernel for the simulator.
 
-Clang loads a vector whole to read one component, and loads and stores it whole to write one: `v.x = 1` reads what may
-never have been written. And it reports no access to a vector of three, whose size is no power of two. Here every call
-that reports the load or the store of a vector gets the components that the kernel reads or writes.
+Clang loads a vector whole to read one component, and loads and stores it whole to write one: `v.x = 1` reads elements
+that may never have been written. And it reports no access to a vector of three, whose size is no power of two. Here
+every call that reports the load or the store of a vector gets the components that the kernel reads or writes.
 
 A store writes the components that differ from a load of the same place, followed back through insertions, shuffles,
 choices and the values that meet where branches do; where they depend on the branch, so does the mask. A load whose
-vector goes back to its place serves a part of it: it reads what its own block uses. What other blocks use of it is
-read there.
+vector goes back to its place serves a part of it: it reads the components that its own block uses. Components that
+other blocks use are read there.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class _Function:
     # Finds the components read of a load: on to the uses of its value.
 
     def _read_at(self, load: _Access) -> int:
-        """The components that a load reads; those that are read where they are used are reported there."""
+        """The components that a load reads; components read at their use are reported at the use."""
         reads = _Reads()
         self._follow(load.value, tuple(range(load.count)), load, reads, True, set())
         computed = {use.lane for use in reads.uses}

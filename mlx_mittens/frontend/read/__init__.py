@@ -1,1 +1,1 @@
-"""Reads Metal: the files, their tokens, and what stands where, before anything is changed."""
+"""Reads Metal: the files, their tokens, and the place of each construct, before anything is changed."""

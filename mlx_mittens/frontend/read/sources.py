@@ -50,8 +50,8 @@ def register_source(name: str, text: str, folder: Path | None = None) -> None:
 
     Under the name of an earlier text it takes that one's place, once launches of that one have been evaluated.
 
-    It may include our own headers ("mittens/..."), those of MLX ("mlx/backend/metal/kernels/...") and those of the
-    folder.
+    It may include our own headers ("mittens/..."), MLX's headers ("mlx/backend/metal/kernels/...") and the folder's
+    headers.
     """
     _registered[name] = text
     if folder is not None:

@@ -261,7 +261,7 @@ def _copies(text: str, ranges: list[tuple[int, int]]) -> list[tuple[int, int, st
 
 
 def _parts(text: str, begin: int, end: int) -> list[tuple[int, int]]:
-    """What stands between the commas of a list."""
+    """The parts of a list, between its commas."""
     parts, start, i = [], begin, begin
     while i < end:
         if text[i] in "([{":

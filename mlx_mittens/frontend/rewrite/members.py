@@ -51,7 +51,7 @@ def mark_threadgroup_constructors(draft: Draft) -> None:
 
 
 def _in_spaces(draft: Draft) -> Iterator[tuple[int, int, int]]:
-    """The address space of each member function, the bracket that ends its parameters, and what follows both."""
+    """The address space of each member function, the bracket that ends its parameters, and the token behind both."""
     for i, token in enumerate(draft.tokens):
         if token not in SPACES or draft.dropped[i]:
             continue
@@ -101,7 +101,7 @@ def _member_start(draft: Draft, closing: int) -> int:
 
 
 def _member_end(draft: Draft, i: int) -> int:
-    """The token behind the body, or the semicolon, of a member function, from what follows its head."""
+    """The token behind the body, or the semicolon, of a member function, from the token behind its head."""
     if draft.tokens[i] == ":":  # initialisers, each a name and a pair of brackets
         i += 1
         while True:

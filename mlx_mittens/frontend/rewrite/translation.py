@@ -53,7 +53,7 @@ class Translation:
     variants: list[Variant] = field(default_factory=list)
     function_constants: dict[str, tuple[int, str]] = field(default_factory=dict)  # name: index, type
     methods: set[str] = field(default_factory=set)  # of objects in other memory than the thread's own
-    edits: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, length of what stands there now
+    edits: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, length of the new text
 
     def original(self, offset: int) -> int:
         """Where a place of the text was before it was rewritten."""
