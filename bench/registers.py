@@ -36,7 +36,7 @@ def kernels() -> list[tuple[str, str]]:
 
 
 def rows(kernels: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of a table, one a kernel. Pass whole files: clang's code depends a little on what it compiles together."""
+    """Lines of a table, one a kernel. Pass whole files: clang's code depends a little on its neighbours in a file."""
     kernels = list(kernels)
     texts = {frontend.entry_name(name): text for (_, name), text in frontend.all_ptx(kernels).items()}
     usages = {arch: ptxas.assemble(texts, arch) for arch in ARCHITECTURES}

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def compare_all(count: int, sizes: dict[str, int]) -> None:
-    """Prints the table of so many tokens of models of these sizes."""
+    """Prints the table of a number of tokens, of models of these sizes."""
     print(f"{machine.headline(machine.describe())}. Of {count} tokens each:\n")
     print("| weights | patch | drafted at once | accepted | other tokens | other bits |\n|---|---|--:|--:|--:|--:|")
     for dtype, bits in WEIGHTS:

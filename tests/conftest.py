@@ -27,7 +27,7 @@ SEED = "MLX_MITTENS_TEST_SEED"
 # Tests that name no device run on the CPU, also on a machine with a GPU. mlx-lm reads the default when it is imported.
 mx.set_default_device(mx.cpu)
 
-# A process that a shell starts in the background ignores Ctrl-C, and so would those that tests start and interrupt.
+# A process that a shell starts in the background ignores Ctrl-C, and so would processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -133,7 +133,7 @@ def device(request):
 
 @pytest.fixture
 def counted(rng):
-    """Runs a call in the simulator; returns the counts of its launches, with that of their threadgroups."""
+    """Runs a call in the simulator; returns the counts of its launches, with the counts of their threadgroups."""
 
     def run(call, gpu="apple"):
         with mx.stream(mx.cpu), mm.simulator.enabled(seed=int(rng.integers(1, 2**31)), gpu=gpu):
@@ -152,7 +152,7 @@ def counted(rng):
 
 @pytest.fixture
 def native():
-    """The native code alone, for what the other executors would add nothing to."""
+    """The native code alone, for tests that gain nothing from other executors."""
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     yield
@@ -161,7 +161,7 @@ def native():
 
 @pytest.fixture
 def nvidia_kernels(native, rng):
-    """The simulator in the place of an NVIDIA GPU; gives what was launched when it is called."""
+    """The simulator in the place of an NVIDIA GPU; a call gives the launches."""
     with mm.simulator.enabled(seed=int(rng.integers(1, 2**31)), gpu="nvidia"):
         _ext.simulator_record(True)
         yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
@@ -170,7 +170,7 @@ def nvidia_kernels(native, rng):
 
 @pytest.fixture(params=specs.ROW_OPS, ids=lambda op: op.name)
 def op(request):
-    """Each op of the table that works along rows; mx's twin of it is that of the CPU.
+    """Each op of the table that works along rows; mx's twin of it runs on the CPU.
 
     On an NVIDIA GPU mx's gradient of layer_norm is no measure.
     """

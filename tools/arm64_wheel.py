@@ -61,7 +61,7 @@ def run(command: Sequence[object], folder: Path = ROOT, **environment: str) -> N
 
 @dataclass(frozen=True)
 class Arm64:
-    """What stands for a machine of the other kind.
+    """A stand-in for a machine of the other kind.
 
     Attributes:
         folder: Keeps all of it.

@@ -105,7 +105,7 @@ class Compiler:
         integers = [path for path in sources if path.name.startswith("integer_")]
         panels = [path for path in integers if path.name.startswith("integer_panel_")]
         sets = {"neon": sources, "dotprod": integers, "i8mm": panels}
-        # The processor that Zig means by macOS has what the first two need.
+        # Zig's default processor for macOS has the instructions that the first two need.
         options = {"i8mm": ["-Xclang", "-target-feature", "-Xclang", "+i8mm"]}
         items = [
             (name, path, [f"-DMITTENS_ISA={name}", *options.get(name, [])])

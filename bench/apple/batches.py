@@ -3,8 +3,8 @@
 python bench/apple/batches.py [--case NAME] [--chip m2-max,m4-max]     prints a table
 
 The heads are Llama 3.1 8B's, in float16: 32, and 8 of keys, 128 wide. MLX gets what mlx-lm's batches give it, keys and
-values padded on the left, without the mask of bool: its kernel loads what a mask hides too, and the loads of the mask
-itself are left out.
+values padded on the left, without the mask of bool: its kernel loads hidden keys too, and the loads of the
+mask itself are left out.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def of_mlx(call: Callable[[], mx.array], chip: str) -> PredictedLaunches[Any]:
 
 
 def shown(launches: PredictedLaunches[Any]) -> tuple[float, str]:
-    """The time of launches one after the other, and what they are."""
+    """The time of launches one after the other, and a description of them."""
     names = [f"{launch.launch.kernel} {launch.prediction.microseconds:.1f}" for launch in launches]
     return sum(launch.prediction.microseconds for launch in launches), ", ".join(names)
 

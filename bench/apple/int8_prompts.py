@@ -20,7 +20,7 @@ from mlx_mittens.peer import mlx_metal
 REPORT = Path(__file__).resolve().parents[1] / "results" / "int8-prompts.md"
 CHIPS = ("m5", "m5-pro", "m5-max")
 GROUP = 64
-_SMALL = (64, 1024, 64)  # rows, columns, outputs: a tile, and what a threadgroup rounds of a row
+_SMALL = (64, 1024, 64)  # rows, columns, outputs: a tile, and the part of a row that a threadgroup rounds
 # Layers of Llama 3.1 8B: columns, outputs.
 LAYERS = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096))
 ROWS = (64, 512, 2048)
@@ -45,7 +45,7 @@ def _weights(columns: int, outputs: int) -> int:
 
 
 def _scaled(work: Work, moved: int, sizes: Sizes, by_outputs: bool) -> Work:
-    """The work of a product of whole tiles from that of one tile; by_outputs: whether it grows with the outputs."""
+    """The work of a product of whole tiles from one tile's work; by_outputs: whether it grows with the outputs."""
     rows, columns, outputs = (size // small for size, small in zip(sizes, _SMALL, strict=True))
     tiles = rows * (outputs if by_outputs else 1)
     return replace(
@@ -59,7 +59,7 @@ def _scaled(work: Work, moved: int, sizes: Sizes, by_outputs: bool) -> Work:
 
 
 def works(call: Callable[[], mx.array], peer: bool) -> list[Work]:
-    """What the launches of a small product do."""
+    """The work of the launches of a small product."""
     with mm.simulator.enabled(gpu="m5"), mm.simulator.predicted("m5") as launches:
         mx.eval(call())
     found = [launch.work for launch in launches]

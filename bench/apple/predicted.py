@@ -66,7 +66,7 @@ def cases() -> Iterator[tuple[specs.Op, Case]]:
 
 
 def predicted(op: specs.Op, case: Case) -> dict[str, list[Any]]:
-    """By chip our time, MLX's or None, what limits ours, and whether the counts of ours and of MLX's are missed."""
+    """By chip our time, MLX's or None, the limit of ours, and whether the counts of ours and of MLX's are missed."""
     chips = [find_chip(name) for name in CHIPS]
     own, peer = Side.of(own_launches(op, case, mx.float16, chips)), peer_side(op, case, mx.float16, chips)
     ours, theirs = own.predictions, peer.predictions if peer else {}

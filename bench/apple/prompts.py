@@ -334,7 +334,7 @@ def gguf_table(title: str, name: str, kind: str) -> list[str]:
 
 
 def sections() -> Iterator[tuple[str, Callable[[str], list[str]]]]:
-    """The title of each table, and what makes its lines."""
+    """The title of each table, and the function that makes its lines."""
     for transpose in (True, False):
         for bits in BITS:
             for name in TYPES:

@@ -16,7 +16,7 @@ from mlx_mittens.simulator import PredictedLaunch
 TYPES = {"float16": (mx.float16, "half"), "bfloat16": (mx.bfloat16, "bfloat16_t")}
 # Columns that are simulated: work grows by a constant with each more.
 SIMULATED = (256, 512)
-# Microseconds, and what stands behind them.
+# Microseconds, and the note behind them.
 Noted = tuple[float, str]
 _ANY_CHIP = "m1"  # the launches that are extended do not depend on it
 

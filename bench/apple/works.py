@@ -223,7 +223,7 @@ def _qmm(point: Point, chip: Chip) -> Launches:
     """MLX's qmm_t: tiles of 32x32 outputs, four simdgroups of 16x16, 32 of K at a time, and fragments of float.
 
     Both operands go through threadgroup memory, for which the weights are unpacked once in 32 rows. Instructions are
-    those of the loop in the machine code, for each multiply. M1 and M2 widen bfloat16.
+    as the loop in the machine code has them, for each multiply. M1 and M2 widen bfloat16.
     """
     m, k, n, _ = _numbers(point.shape)
     tiles = math.ceil(m / 32) * math.ceil(n / 32)

@@ -285,7 +285,7 @@ def build(
 
     Args:
         name (str): One of ``ARCHITECTURES``.
-        dtype (Dtype): Of what is not quantized.
+        dtype (Dtype): Of unquantized weights.
         bits (int, optional): 4 or 8 to quantize linear layers and embeddings; with ``None`` nothing is quantized.
         group_size (int): Of the quantization.
         mode (str): Of the quantization, as ``mx.quantize`` takes it.
@@ -308,7 +308,7 @@ def fitting_layers(
 
     Args:
         name (str): One of ``ARCHITECTURES``.
-        dtype (Dtype): Of what is not quantized.
+        dtype (Dtype): Of unquantized weights.
         nbytes (int): For the weights.
         bits, group_size, mode: As `build` takes them.
 
@@ -347,7 +347,7 @@ def from_config(config: dict[str, Any], dtype: mx.Dtype, quantization: dict[str,
 
     Args:
         config (dict): As its config.json has it.
-        dtype (Dtype): Of what is not quantized.
+        dtype (Dtype): Of unquantized weights.
         quantization (dict, optional): ``bits``, ``group_size`` and ``mode`` of linear layers and embeddings, and by the
             path of a layer its own settings, as mlx-lm writes them. None: nothing is quantized.
 

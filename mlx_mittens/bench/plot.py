@@ -20,7 +20,7 @@ def draw(info: dict[str, Any], rows: Sequence[Row], path: str, note: str = "") -
         info: The machine.
         rows: The rows.
         path: The file.
-        note: What goes into its title.
+        note: Text for its title.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ def draw_predictions(rows: Sequence[tuple[str, str, str, str, float]], path: str
     Args:
         rows: Op, case, dtype, chip and speedup of each.
         path: The file.
-        note: What goes into its title.
+        note: Text for its title.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -49,9 +49,9 @@ def matmul(
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
         w (array): Weights of shape ``[outputs, columns]``, or ``[columns, outputs]`` without ``transpose``, of one of
             these types. A view whose last axis is contiguous is read where it lies. Of a stack the leading axes
-            broadcast with those of ``x``, as in ``mx.matmul``.
+            broadcast with ``x``'s, as in ``mx.matmul``.
         bias (array, optional): Offset of shape ``[outputs]``.
-        transpose (bool): Whether the rows of ``w`` are multiplied with those of ``x``.
+        transpose (bool): Whether the rows of ``w`` are multiplied with the rows of ``x``.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -90,7 +90,7 @@ def gemv(
             float16 or bfloat16. A view whose last axis is contiguous is read where it lies.
         x (array): Input of shape ``[..., columns]``, of one of these types.
         bias (array, optional): Offset of shape ``[outputs]``.
-        transpose (bool): Whether the rows of ``w`` are multiplied with those of ``x``.
+        transpose (bool): Whether the rows of ``w`` are multiplied with the rows of ``x``.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -137,8 +137,8 @@ def quantized_embedding(
         scales (array): Scale of each group, of shape ``[rows, columns / group_size]``; float32, float16 or bfloat16,
             and uint8 in modes but ``affine``.
         biases (array, optional): Offset of each group, of ``scales``' shape and type: in ``affine`` mode alone.
-        group_size (int, optional): In ``affine`` mode 32, 64 or 128, 64 by default; else that of the mode, 32 or 16.
-        bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else those of the mode.
+        group_size (int, optional): In ``affine`` mode 32, 64 or 128, 64 by default; else the mode's own, 32 or 16.
+        bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else the mode's own.
         mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``, as ``mx.quantize`` has them.
         stream (optional): Stream or device to run on.
 
@@ -156,7 +156,7 @@ def quantized_embedding(
         (1, 2, 64)
 
     Source:
-        The formats are those of `quantized_matmul`.
+        The formats are as in `quantized_matmul`.
     """
     raise NotImplementedError
 
@@ -190,12 +190,12 @@ def quantized_matmul(
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
         w (array): Integers packed in uint32 as ``mx.quantize`` does it, one matrix or a stack of them, whose leading
-            axes broadcast with those of ``x``.
+            axes broadcast with ``x``'s.
         scales (array): Scale of each group, of ``w``'s leading shape; uint8 in modes but ``affine``.
         biases (array, optional): Offset of each group, of ``scales``' shape: in ``affine`` mode alone.
         transpose (bool): Whether the groups go along the columns of ``x``.
-        group_size (int, optional): In ``affine`` mode 32, 64 or 128, 64 by default; else that of the mode, 32 or 16.
-        bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else those of the mode.
+        group_size (int, optional): In ``affine`` mode 32, 64 or 128, 64 by default; else the mode's own, 32 or 16.
+        bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else the mode's own.
         mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``, as ``mx.quantize`` has them.
         bias (array, optional): Offset of the result, of shape ``[outputs]``.
         exact (bool): Whether a row of ``x`` gives, bit for bit, its result alone. On Apple GPUs up to 16 rows share

@@ -279,7 +279,7 @@ _RECURRENCES = [
         state_updates.normalize_qk,
         ("q", "k", "inv_scale", "eps"),
         optional=True,
-        partial=True,  # what it leaves is mx.fast.rms_norm's
+        partial=True,  # mx.fast.rms_norm computes the rest
         shared=True,
         text="ad0f44fb97b0842b",
     ),

@@ -105,7 +105,7 @@ def gated(gate: Exact, up: Exact, activation: str = "swiglu") -> Exact:
 
 @dataclass(frozen=True, kw_only=True)
 class Op(abc.ABC):
-    """One row of the table. Its class says what its cases' shapes mean.
+    """One row of the table. Its class defines the meaning of its cases' shapes.
 
     Attributes:
         name: Name in ``mlx_mittens``.

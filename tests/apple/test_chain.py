@@ -11,7 +11,7 @@ from mlx_mittens.apple import agx_compiler
 
 ROOT = Path(__file__).parents[2]
 problem = frontend.compiler_problem() or agx_compiler.problem()
-# What the model reaches on published times of these kinds: nine in ten of its errors are below.
+# The model's errors on published times of these kinds: nine in ten are below.
 MOST = 0.20
 TYPICAL = 0.05  # of half of the points
 

@@ -1,4 +1,4 @@
-"""Machine code for Apple GPUs: what is read from Mesa's compiler, and what is said where it refuses a kernel."""
+"""Machine code for Apple GPUs: reading the output of Mesa's compiler, and messages where it refuses a kernel."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Products on matrix units: the estimate is what the simulator counts of MLX's kernel, and none is above the peak."""
+"""Products on matrix units: the estimate equals the simulator's counts of MLX's kernel, and none is above the peak."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""Published measurements hold the model to its errors, and its limits to what measurements show."""
+"""Published measurements hold the model to its errors, and its limits to the measured ones."""
 
 import dataclasses
 import re
@@ -53,7 +53,7 @@ def test_work_asks_neither_for_the_time_nor_for_an_earlier_prediction(fitting):
 
 
 def test_work_is_that_of_the_bytes_and_operations_of_the_point(fitting):
-    """Lines are those of the published bytes, and multiplies those of the published operations."""
+    """Lines follow from the published bytes, and multiplies from the published operations."""
     for point, _, works in fitting.used():
         lines = sum(work.lines * times for work, times in works)
         multiplies = sum(work.instructions.matrix * times for work, times in works)

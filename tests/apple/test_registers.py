@@ -304,7 +304,7 @@ HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@.*")
 
 
 def hunks():
-    """What the patch changes: for each file its hunks, each with its first lines, their numbers and its text."""
+    """The patch's changes: for each file its hunks, each with its first lines, their numbers and its text."""
     found = {}
     for line in agx_compiler.PATCH.read_text().splitlines():
         if line.startswith("--- a/"):
@@ -334,7 +334,7 @@ def source(version, folder, *, change=lambda file, line: line, moved=0):
 
 
 def test_the_patch_is_whole():
-    """Every hunk has as many lines as its head says, and files are those of the compiler for Apple GPUs."""
+    """Every hunk has as many lines as its head says, and files belong to the compiler for Apple GPUs."""
     found = hunks()
     assert len(found) == 5 and all(file.startswith("src/asahi/") for file in found)
     for file, parts in found.items():

@@ -1,4 +1,4 @@
-"""Machine code that is in the package: what the compiler makes of our kernels, and predictions by it alone."""
+"""Machine code in the package: it equals the compiler's output for our kernels, and predictions need no other."""
 
 import dataclasses
 

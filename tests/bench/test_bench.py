@@ -230,7 +230,7 @@ def test_what_calls_update_goes_from_one_to_the_next(monkeypatch, device):
         group[0] * 10, group[1] + 1, group[2] + 1
     ]  # fmt: skip
     sample = timing.sampler(build, 1, {1: 1, 2: 2}, sets, 0, device)
-    sample._host_seconds = 0.03  # of a call, at most: what they wait for lasts as long, on a busy machine, too
+    sample._host_seconds = 0.03  # of a call, at most: they wait behind work that lasts as long, on a busy machine, too
     assert sample(6) > 0
     linked = [0, 1, 2, 3, 4, 5] if device == "gpu" else [0, 0, 1, 1, 2, 2]
     assert seen == [[i % 2, linked[i], i // 2] for i in range(6)]
@@ -287,7 +287,7 @@ class FakeGpu:
 
 
 def test_calls_on_a_gpu_wait_behind_other_work(monkeypatch):
-    """Queued calls take what they take by themselves, whatever the host needs to prepare them."""
+    """Queued calls take as long as by themselves, whatever the host needs to prepare them."""
     gpu = FakeGpu(monkeypatch)
     x = mx.ones((4, 4))
     sample = timing.sampler(gpu.build, 0, {}, [[x], [x + 1]], 0, "gpu")
@@ -321,7 +321,7 @@ def test_small_results_are_repeated_in_a_chain(monkeypatch, width):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 def test_packed_results_are_read_as_what_comes_next(dtype):
-    """Blocks of GGUF and what they hold stand in for each other."""
+    """Blocks of GGUF and their numbers stand in for each other."""
     w = mx.random.normal((3, 64)).astype(dtype)
     blocks = mm.block_quantize(w, "q4_0")
     assert timing._as_large(blocks, w).dtype == dtype and timing._as_large(w, blocks).dtype == mx.uint8
@@ -394,7 +394,7 @@ def test_what_the_host_waits_for_is_not_taken_for_its_own_time(monkeypatch):
 
 
 def after(count, action):
-    """`bench.measure` that acts so in the place of the row after so many."""
+    """`bench.measure` that runs `action` instead of the row after `count` rows."""
     one, rows = bench.measure, []
 
     def limited(*arguments):

@@ -22,7 +22,7 @@ from mlx_mittens.cli.main import main
 @pytest.fixture(autouse=True)
 def small(monkeypatch, lenient):
     monkeypatch.setattr(machine, "copy_gb_s", lambda: 10.0)
-    monkeypatch.setattr(models, "_TURNS", 2)  # of which the better counts
+    monkeypatch.setattr(models, "_TURNS", 2)  # the better one counts
     for name in (*tiny.FAMILIES, "qwen3-30b-a3b", "qwen3-next-80b-a3b"):
         monkeypatch.setitem(architectures.ARCHITECTURES, name, tiny.config(name))
 
@@ -135,7 +135,7 @@ def test_the_converted_model_has_the_same_weights():
     converted = models.converted_copy(model)
     before, after = dict(tree_flatten(model.parameters())), dict(tree_flatten(converted.parameters()))
     assert before.keys() == after.keys() and all(mx.array_equal(after[name], before[name]) for name in before)
-    joined = ("q_proj", "k_proj", "v_proj")  # views of what is multiplied with as one
+    joined = ("q_proj", "k_proj", "v_proj")  # views of the joined weights
     assert all(after[name] is before[name] for name in before if name.split(".")[-2] not in joined)
     assert type(model.model.norm) is nn.RMSNorm and isinstance(converted.model.norm, mm.nn.RMSNorm)
 

@@ -40,7 +40,7 @@ def test_rows_and_table(tmp_path, capsys):
     for row in rows:
         assert (row["weights"], row["dtype"], row["problems"]) == ("4-bit", "float16", {})
         for name in requests.CONTENDERS:
-            count = 2 if name == "mx" else row["requests"]  # mx's are those of the first number of requests
+            count = 2 if name == "mx" else row["requests"]  # mx's are for the first number of requests
             assert row[name]["tokens"] == 4 * count and row[name]["tokens_per_s"] > 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     heading = "at once one by one mx one by one at once/one by one at once/mx at once/half"

@@ -1,4 +1,4 @@
-"""Calibrations: which plan wins, the file and what is wrong with it, the command, and calls that follow it."""
+"""Calibrations: which plan wins, the file and mistakes in it, the command, and calls that follow it."""
 
 import json
 import math
@@ -32,7 +32,7 @@ SOME_ROWS = (
 
 @pytest.fixture(autouse=True)
 def none_left(native):
-    """No test leaves a calibration, nor finds that of the user."""
+    """No test leaves a calibration, nor finds the user's."""
     yield
     loading.unload()
     _ext.calibration_force(None)
@@ -100,7 +100,7 @@ A, B = Plan(schedule="a"), Plan(schedule="b", parallelism=1)
         ({TABLES: (100, 0.01), MX: (200, 0.01), A: (90, 0.01), B: (80, 0.01)}, B, B),
         ({TABLES: (100, 0.01), MX: (85, 0.01), A: (80, 0.01)}, A, A),
         ({TABLES: (100, 0.01), MX: (70, 0.01), A: (80, 0.01)}, MX, A),
-        # What has not won by more than its spread does not keep mx from winning.
+        # A plan that has not won by more than its spread does not keep mx from winning.
         ({TABLES: (100, 0.01), MX: (90, 0.01), A: (89, 0.2)}, MX, TABLES),
     ],
     ids=str,
@@ -280,7 +280,7 @@ def test_a_file_of_a_gpu_where_there_is_none(file, monkeypatch):
 
 @pytest.fixture
 def mac(monkeypatch):
-    """This machine as a Mac whose GPU is known; a function says of which macOS."""
+    """This machine as a Mac whose GPU is known; a function sets the version of macOS."""
     info = {"device_name": "Apple M5", "architecture": "applegpu_g17g"}
     monkeypatch.setattr(store, "has_gpu", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda device: info)
@@ -687,7 +687,7 @@ def test_ops_of_gpus_follow_the_calibration(name, made_up, lenient):
 
 
 def test_matmul_follows_the_calibration_of_gemv(made_up, file, lenient):
-    """Which is the same product: what was measured of one says which is faster for the other."""
+    """It is the same product: measurements of one hold for the other."""
     made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
     case = specs.Case("calibration", *SMALL["gemv"])
     item = grid.Item(specs.get("gemv"), case, "float16")

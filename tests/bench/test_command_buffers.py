@@ -1,4 +1,4 @@
-"""What holds of Metal's command buffers, and what a token gains by other limits: with stand-ins, since none is here."""
+"""Limits of Metal's command buffers, and a token's gain by other limits: with stand-ins, since none is here."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_without_metal_there_are_none():
     "others, expected",
     [
         ([FASTER], FASTER),
-        ([trial(200, 200, 931.0), FASTER], trial(200, 200, 931.0)),  # the least of those that are alike
+        ([trial(200, 200, 931.0), FASTER], trial(200, 200, 931.0)),  # the least of alike ones
         ([trial(200, 200, 960.0), FASTER], FASTER),
         ([trial(1000, 400, 995.0)], None),  # less than 1 %
         ([trial(1000, 400, 930.0, spread=0.08)], None),  # within the spread
@@ -92,7 +92,7 @@ def test_all_are_tried_in_turns():
 
 
 def test_what_a_process_times():
-    """On a CPU, which has no command buffers: the work, and what is said of it."""
+    """On a CPU, which has no command buffers: the work, and its report."""
     with mx.stream(mx.cpu):
         found = command_buffers.timed(layers=1, tokens=8, width=64, inner=128)
     assert found["limits"] == [0, 0] and len(found["us"]) == 6 and all(us > 0 for us in found["us"])

@@ -19,7 +19,7 @@ from mlx_mittens.cli.main import main
 from mlx_mittens.cli.options import inputs
 from mlx_mittens.frontend import cache
 
-# Runs in the test's process and in those that doctor starts.
+# Runs in the test's process and in processes that doctor starts.
 FEW_CASES = """
 import math, os, signal, sys, time
 from dataclasses import replace
@@ -93,7 +93,7 @@ def examined(file, *options):
 
 
 def test_quickly_a_case_for_each_kernel(only, monkeypatch, tmp_path, capsys):
-    """In the simulator, whose kernels are those of a GPU: the smallest case of each, and none that runs no other."""
+    """In the simulator, which runs a GPU's kernels: the smallest case of each, and none that adds no kernel."""
     only("""
 specs.OPS = tuple(replace(op, tests=tuple(case for case in op.tests if math.prod(case.shape) < 2**13))
                   for op in specs.OPS)
@@ -294,7 +294,7 @@ instead("softmax", of_half(show))
     assert seen["complete"] is False and seen["passed"] is False and len(seen["cases"]) == seen["measured"] == 1
 
 
-# What it says of mlx-lm's layers imports them, which takes longer than all else.
+# Its report on mlx-lm's layers imports them, which takes longer than all else.
 SCRIPT = """
 doctor.targets.unknown = lambda: []
 doctor._CHILD = {child!r}

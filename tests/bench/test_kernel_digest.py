@@ -1,4 +1,4 @@
-"""Digests of kernels and of what translates them: they change with the code, not with what is said of it."""
+"""Digests of kernels and of their translators: they change with the code, not with its comments."""
 
 from mlx_mittens.bench import kernel_digest
 from mlx_mittens.frontend.read import sources

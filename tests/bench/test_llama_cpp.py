@@ -1,4 +1,4 @@
-"""`bench --peer llama.cpp`: a stand-in for llama-bench says what it was asked, and prints what the tests want."""
+"""`bench --peer llama.cpp`: a stand-in for llama-bench keeps its arguments, and prints results for the tests."""
 
 import json
 import sys

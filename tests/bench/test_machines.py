@@ -1,4 +1,4 @@
-"""The page of what was measured on many machines."""
+"""The page of measurements on many machines."""
 
 import json
 import pathlib

@@ -180,7 +180,7 @@ QUANTIZED = [
 
 @pytest.fixture
 def launches(device):
-    """What a call launches: a kernel's name, threadgroups and threads of each."""
+    """The launches of a call: a kernel's name, threadgroups and threads of each."""
 
     def launches(call):
         if device != "cpu":
@@ -196,7 +196,7 @@ def launches(device):
 
 
 def quantized(draw, dtype, bits, rows, shape):
-    """x, weights and what is exact, with the size of the terms."""
+    """x, weights and the exact result, with the size of the terms."""
     weights = mx.quantize(draw(*shape, dtype=dtype), group_size=64, bits=bits)
     x = draw(rows, shape[1], dtype=dtype)
     w = mx.dequantize(*weights, group_size=64, bits=bits).astype(mx.float32)
@@ -231,7 +231,7 @@ def test_from_how_many_rows_on_mlx_multiplies_matrices(columns, outputs, rows):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_matmul_with_a_partial_block_of_outputs(draw, bits):
     x, weights, exact, size = quantized(draw, mx.float32, bits, 1, (13, 512))
-    with mm.simulator.enabled(watch=False):  # threadgroups overlap: what the watcher finds is below
+    with mm.simulator.enabled(watch=False):  # threadgroups overlap: FINDINGS has the watcher's message
         assert_near(mlx_metal.quantized_matmul(x, *weights, group_size=64, bits=bits), exact, size=size)
 
 
@@ -322,8 +322,8 @@ def test_attention_of_heads_that_share_what_they_read(draw, heads):
     assert_near(found, mx.array(exact.astype(np.float32)).astype(mx.float16).reshape(q.shape))
 
 
-# What the watcher finds in MLX's kernels, each looked into: true by the Metal specification, and as far as can be seen
-# without effect on results.
+# Findings of the watcher in MLX's kernels, each looked into: true by the Metal specification, and as far as can be
+# seen without effect on results.
 FINDINGS = {
     "gemv, bn = 8: a barrier in a branch that only the first lane of each simdgroup takes": (
         lambda draw: _gemv(draw(600), draw(3, 600), True),
@@ -419,7 +419,7 @@ def test_what_the_peer_does_not_do(call, message):
 
 
 def test_what_the_table_takes_for_covered_runs(rng):
-    """Every case of which the table says that MLX has a kernel, unless it is large."""
+    """Every case for which the table says that MLX has a kernel, unless it is large."""
     covered = [
         (op, case)
         for op in specs.OPS

@@ -65,7 +65,7 @@ def assert_near(found, exact, times=1):
 
 
 def on_tier(tier, monkeypatch):
-    if tier == "ultra":  # of which there is none
+    if tier == "ultra":  # no such chip is in the table
         monkeypatch.setattr(mlx_matrix_units, "gpu", lambda stream=None: {"tier": "ultra"})
     return mm.simulator.enabled(gpu=GPUS.get(tier, "m5-max"))
 

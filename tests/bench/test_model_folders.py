@@ -1,4 +1,4 @@
-"""Models of the user's: from folders and from the hub's cache, and what is said of those that cannot be loaded."""
+"""Models of the user's: from folders and from the hub's cache, and messages on models that cannot be loaded."""
 
 import importlib.util
 import io
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def said(capsys, *arguments):
-    """What the commands say of a model that they refuse: the same."""
+    """The commands' message on a model that they refuse: the same from both."""
     texts = []
     for command in (["validate", *arguments], ["bench", "--model", *arguments]):
         assert main(command) == 2
@@ -114,7 +114,7 @@ def test_a_file_and_paths_that_lead_nowhere(tmp_path, capsys):
 
 
 def test_the_nearest_folder_is_suggested(folder, tmp_path, capsys, monkeypatch):
-    """Of those that hold a model."""
+    """Of the folders that hold a model."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     for name in ("tiny/4bit", "tiny/4bits"):

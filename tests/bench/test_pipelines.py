@@ -12,7 +12,7 @@ from mlx_mittens.bench import machine
 from mlx_mittens.cli import doctor, pipelines
 from mlx_mittens.cli.main import main
 
-# In the processes that compile pipelines: two files of kernels, of which Metal refuses one.
+# In the processes that compile pipelines: two files of kernels. Metal refuses one.
 PLANTED = """
 import os
 from mlx_mittens import _ext
@@ -208,7 +208,7 @@ def programs_of_a_mac(monkeypatch, folder, texts):
     ],
 )
 def test_cores_of_the_gpu(monkeypatch, tmp_path, profiler, registry, cores):
-    """By the system's own commands, of which either may be missing or say nothing."""
+    """By the system's own commands. Either may be missing or say nothing."""
     programs_of_a_mac(monkeypatch, tmp_path, {"system_profiler": profiler, "ioreg": registry})
     assert gpus.cores_of_this_mac() == cores
 

@@ -32,7 +32,7 @@ def model(bits=4):
 
 
 def attention_of_ours(monkeypatch, change):
-    """Puts an attention layer in the place of ours, which changes what ours returns as soon as there are 12 keys."""
+    """Puts an attention layer in the place of ours, which changes the results of ours as soon as there are 12 keys."""
 
     def attempt(layer, x, mask=None, cache=None):
         late = cache is not None and cache.offset >= 12
@@ -208,7 +208,7 @@ def test_functions_that_mx_compiles_run_on_ours_after_mx():
     assert not mm.stats()
 
 
-# Logits of some tokens by ours, by mx and by float32, of a bfloat16 model: what the judge says of ours.
+# Logits of some tokens by ours, by mx and by float32, of a bfloat16 model: the judge's verdict on ours.
 JUDGED = {
     "float32 is with ours": ([1.0, 0.5], [1.0, 1.1], [1.0, 0.9], (True, 0)),
     "float32 is with mx, within mx's error": ([1.2, 1.1], [0.7, 1.1], [1.0, 1.1], (True, 1)),

@@ -36,7 +36,7 @@ def kernels(text):
     return {f"{line[0]}:{line[1]}" for line in lines if len(line) == 3 and line[0].endswith(".metal")}
 
 
-# Warms a model in a process of its own, in the simulator: what was launched there.
+# Warms a model in a process of its own, in the simulator: prints the launches there.
 WARM = """
 import json, sys
 import mlx_mittens as mm

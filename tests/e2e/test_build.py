@@ -1,4 +1,4 @@
-"""The build of the package: what it requires, what it tells the compiler, and where what it made is found."""
+"""The build of the package: its requirements, the options of the compiler, and the places of its products."""
 
 import importlib.util
 import json
@@ -135,7 +135,7 @@ def test_only_gcc_is_told_of_its_own_warning(tmp_path, compiler, told):
 
 @pytest.fixture
 def editable(tmp_path, monkeypatch):
-    """The folder of an editable install: what was built and the kernels it was built from; the code is elsewhere."""
+    """The folder of an editable install: built files and the kernels they were built from; the code is elsewhere."""
     shutil.copytree(sources.metal_folder(), tmp_path / "metal")
     monkeypatch.setattr(library, "installed", lambda: tmp_path)
     return tmp_path
@@ -165,7 +165,7 @@ done
 
 @pytest.mark.parametrize("compiler", [True, False])
 def test_the_metallib_is_installed_where_it_is_looked_for(tmp_path, monkeypatch, compiler):
-    """CMake's part of a build on a Mac: scikit-build-core puts what it installs beside the extension."""
+    """CMake's part of a build on a Mac: scikit-build-core puts the installed files beside the extension."""
     if shutil.which("make") is None:
         pytest.skip("no make, by which CMake builds")
     (tmp_path / "bin").mkdir()
@@ -217,7 +217,7 @@ def test_an_editable_install_finds_its_ptx(editable):
     assert frontend.ptx(file, kernel).endswith("\nprebuilt")
 
 
-# What a source archive leaves out: it belongs to the repository, not to the package.
+# Files that a source archive leaves out: they belong to the repository, not to the package.
 NOT_IN_SOURCE = (".ci/", ".github/", ".pre-commit-config.yaml", ".gitignore", ".clang-format")
 
 
@@ -239,7 +239,7 @@ def test_a_source_archive_holds_what_the_build_needs(tmp_path):
 
 
 def test_versions_of_mlx_are_the_same_everywhere():
-    """The pin of pyproject.toml, and what the documentation says of it: the newest release that is known."""
+    """The pin of pyproject.toml, and the documentation's text on it: the newest release that is known."""
     text = (ROOT / "pyproject.toml").read_text()
     pins = set(re.findall(r"mlx(?:\[\w+\])?==([\d.]+)", text))
     assert len(pins) == 1, pins
@@ -271,7 +271,7 @@ def test_versions_of_mlx_lm_are_the_same_everywhere():
 
 
 def test_the_mlx_whose_private_parts_are_known_is_the_same_everywhere():
-    """The newest one in the pages that say what is off beside another, and the oldest one that can be built for."""
+    """The newest one in the pages on features that are off beside another, and the oldest one that can be built for."""
     (known,) = re.findall(r'KNOWN_MLX_VERSION "([\d.]+)"', (ROOT / "csrc/mlx_internals/releases.h").read_text())
     for page in ("architecture", "nvidia", "patching"):
         assert f"mlx {known}" in (ROOT / "docs" / f"{page}.md").read_text().replace("MLX is not version", "mlx"), page

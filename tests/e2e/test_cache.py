@@ -16,7 +16,7 @@ OTHERS = ("asahi_clc-0123", "asahi_clc-0123.version", "calibration/cpu.json")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A cache with 1,000 bytes of each kind; what comes later in `KERNELS` was used later."""
+    """A cache with 1,000 bytes of each kind; a later entry of `KERNELS` was used later."""
     monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
     monkeypatch.delenv(cache_limit.VARIABLE, raising=False)
     monkeypatch.setattr(cache, "_checked", set())
@@ -80,7 +80,7 @@ def test_the_oldest_go_first(folder):
 
 
 def test_what_killed_processes_left_goes(folder):
-    """A day later: nobody waits so long for another process. What others have in the folder stays, at any age."""
+    """A day later: nobody waits a day for another process. Other files in the folder stay, at any age."""
     new = f"{cache_limit.UNFINISHED}x.so"
     for name in (f"{cache_limit.UNFINISHED}b-2.so.lock", f"{cache_limit.UNFINISHED}8xk2.o", ".bashrc", ".old.ptx", new):
         (folder / name).write_bytes(bytes(10))

@@ -1,4 +1,4 @@
-"""The command line for people: what it shows, what it suggests, and that its tables fit a terminal."""
+"""The command line for people: its output, its suggestions, and that its tables fit a terminal."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ WIDTH = 80
 
 
 def said(capsys, *arguments):
-    """What a command that cannot be served prints on stderr; its exit status is 2."""
+    """The message on stderr of a command that cannot be served; its exit status is 2."""
     try:
         status = main.main(list(arguments))
     except SystemExit as ended:

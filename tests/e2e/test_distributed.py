@@ -23,7 +23,7 @@ PORT = {"ring": "--starting-port", "nccl": "--nccl-port"}
 
 
 def answers(*command: object) -> list[dict]:
-    """What a command prints, of each model."""
+    """The output of a command, for each model."""
     result = subprocess.run(
         list(map(str, command)), env=child_environment(), capture_output=True, text=True, timeout=240
     )
@@ -47,7 +47,7 @@ def free_ports() -> int:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def of_one_and_two(request, trained, tmp_path_factory) -> dict[str, tuple[dict, dict]]:
-    """What each model gives on one process and sharded over two, which run all models one after the other."""
+    """The results of each model on one process and sharded over two, which run all models one after the other."""
     backend, folder = request.param, tmp_path_factory.mktemp("mixtures")
     folders = {name: trained / name for name in ("dense", "4bit")}
     for name, bits in (("mixture", None), ("mixture in 4 bits", 4)):

@@ -26,7 +26,7 @@ class Unrun:
     """Commands that are checked and not run: options by the program's parser, files, extras.
 
     Attributes:
-        start: What they begin with, after the variables that they set.
+        start: Their first words, after the variables that they set.
         reason: Why they are not run.
     """
 
@@ -71,7 +71,7 @@ UNRUN = (
 )
 PLACEHOLDER = Unrun("", "has a placeholder for the reader's own words")
 
-# What programs print, on the pages for which a test compares it.
+# Pages with the output of programs, and the test that compares it.
 TEXT_PAGES = {ROOT / "docs" / "simulator.md": "test_the_fault_on_the_page_is_what_the_simulator_says"}
 
 
@@ -242,7 +242,7 @@ def anchor_of(heading: str) -> str:
     return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
 
 
-# What a page may not say, and what the tests above would say of it.
+# Mistakes in a page, and the message of the tests above.
 WRONG = {
     "a function that is not there": ("python", "import mlx_mittens as mm\n\nmm.rms_nrm", "rms_nrm"),
     "a result that is wrong": ("python", "def test_sum():\n    assert 1 + 1 == 3", "test_sum"),

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of what is public, which run as they are written; and the types of all of it."""
+"""The examples in the docstrings of public names, which run as they are written; and the types of all names."""
 
 import ast
 import doctest
@@ -21,7 +21,7 @@ NAMES = [name for name in mm.__all__ if not inspect.ismodule(getattr(mm, name))]
 NAMES += [f"{module.__name__.rpartition('.')[2]}.{name}" for module in MODULES for name in module.__all__]
 NAMES += ["simulator.Kernel.predict", "frontend.CompileError", "frontend.flatten"]
 
-# What functions give, and a method: their examples do not have the name.
+# Classes of results, and a method: their examples do not have the name.
 RESULTS = (
     "Launch",
     "LineCounts",
@@ -57,7 +57,7 @@ def test_the_example_runs(name, lenient, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_is_in_the_api_pages(name):
-    """A page has the name's module or the name itself; what is defined in C++ is described in a sentence."""
+    """A page has the name's module or the name itself; a sentence describes names that are defined in C++."""
     documented = operator.attrgetter(name)(mm)
     module, last = documented.__module__, documented.__qualname__
     shown = {f"::: {module}", f"::: {module}.{last}", f"::: {module}.{last.partition('.')[0]}"}

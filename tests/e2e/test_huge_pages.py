@@ -1,4 +1,4 @@
-"""Weights that tokens read again and again get pages of 2 MB, and stay what they are."""
+"""Weights that tokens read again and again get pages of 2 MB, and stay unchanged."""
 
 import platform
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_weights_of_a_token_get_them(form):
         "blocks": blocks.nbytes,
     }
     if allowed():
-        # The first and the last may reach beyond what is mapped.
+        # The first and the last may reach beyond the mapping.
         wanted = bytes_of[form] // (2 << 20) - 1
         assert pages_of(calls[form], wanted, MOST_CALLS) >= wanted
     else:

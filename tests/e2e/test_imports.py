@@ -1,11 +1,11 @@
-"""What an import brings: the testing tools neither ops nor patch, the package all of it once it is asked."""
+"""Modules that an import brings: the testing tools neither ops nor patch, the package all of it once it is asked."""
 
 import subprocess
 import sys
 
 import pytest
 
-# What a suite of somebody's own kernels has no use for.
+# Modules that a test suite of a user's own kernels does not need.
 HEAVY = ("ops", "nn", "patching", "calibration", "specs", "bench", "cli")
 
 LOADED = f"""
@@ -48,7 +48,7 @@ def test_the_plugin_brings_neither_ops_nor_patch(tmp_path):
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-# What takes longer to import than all that computes: none of it has a part in a call on a CPU.
+# Modules that take longer to import than all that compute: none of them has a part in a call on a CPU.
 SLOW = ("numpy", "importlib.metadata", "subprocess", "concurrent.futures", "json", "argparse", "asyncio", "tempfile")
 SLOW_HERE = ("simulator", "frontend.build", "apple", "gpus", "specs", "bench", "cli", "support", "info")
 
@@ -78,7 +78,7 @@ def test_what_is_not_asked_for_stays_out(code, also):
 
 
 def test_help_imports_no_command():
-    """And that of a command only its own."""
+    """And the help of a command only its own."""
     heavy = ("numpy", "importlib.metadata", "mlx.nn", "mlx_mittens.ops", "mlx_mittens.specs", "mlx_mittens.cli.doctor")
     said = run(
         "import mlx_mittens_cli\n"
@@ -119,7 +119,7 @@ def test_each_name_is_where_it_is_sought():
     ],
 )
 def test_what_is_asked_for_brings_all(first, monkeypatch):
-    """And with it what is measured and switched off on this machine."""
+    """And with it this machine's calibrations and switches."""
     monkeypatch.setenv("MLX_MITTENS_DISABLE", "softmax")
     said = run(
         f"{first}\nassert 'ops' in loaded(), loaded()\nfrom mlx_mittens import build_info as b; print(b().disabled)"

@@ -54,7 +54,7 @@ def test_a_converted_model_gives_back_what_joining_took():
     assert _ext.cpu_times_given_back() == before + 1 and mx.get_cache_memory() < 1 << 18
 
 
-# malloc takes all from its heaps here and never trims them by itself: what is freed stays resident until it is asked.
+# malloc takes all from its heaps here and never trims them by itself: freed memory stays resident until it is asked.
 HELD = f"""
 import mlx.core as mx
 import mlx_mittens as mm

@@ -1,4 +1,4 @@
-"""Models of mlx-lm on our kernels: what they compute, and all the ways in which mlx-lm runs them."""
+"""Models of mlx-lm on our kernels: their results, and all the ways in which mlx-lm runs them."""
 
 import copy
 
@@ -107,7 +107,7 @@ def test_greedy_tokens_and_what_ran(model, prompt):
     with mm.patched():
         mm.stats(reset=True)
         assert tiny.tokens(model, prompt, 40) == theirs
-    # The loop runs one ahead. Of the prompt only the append is computed in the last layer, not what follows it.
+    # The loop runs one ahead. Of the prompt only the append is computed in the last layer, nothing after it.
     assert tiny.kernels("rms_norm") == 41 + 1  # of the embeddings; the others are one with the sum before them
     assert tiny.kernels("add_rms_norm") == 41 * 4 + 2
     assert tiny.kernels("rope_append") == 42 * 2
@@ -187,7 +187,7 @@ def test_speculative_decoding(model, prompt, drafted, rng):
 
 @pytest.mark.parametrize("dtype, bits", [(mx.float16, 8), (mx.float16, None), (mx.bfloat16, None)], ids=str)
 def test_exact_drafts_are_verified_bit_for_bit(dtype, bits, prompt, rng, monkeypatch):
-    """Whatever is proposed, the log probabilities are those of one token after the other, also where a buffer ends."""
+    """Whatever is proposed, the log probabilities are as with one token after the other, also where a buffer ends."""
     monkeypatch.setattr(KVCache, "step", 16)
     model = tiny.build("llama-3.2-1b", dtype, bits, hidden_size=256, intermediate_size=576)
     draft = copy.deepcopy(model)
@@ -324,7 +324,7 @@ def test_training_lora_layers(model, rng, checkpointed):
     for name, gradient in gradients.items():
         scale = np.abs(gradient).max()
         assert scale > 0, name
-        scale = max(scale, SUMS * largest)  # less is rounding of what the gradient passed on its way
+        scale = max(scale, SUMS * largest)  # less is rounding of terms on the gradient's way
         np.testing.assert_allclose(our_gradients[name], gradient, atol=2 * LAYERS * scale, err_msg=name)
 
 

@@ -89,7 +89,7 @@ def test_a_first_prompt_is_appended_as_a_later_one():
 
 
 def test_every_file_has_a_row():
-    """And those that cannot be measured say why."""
+    """And models that cannot be measured say why."""
     text = MODELS["in_docs"]()
     assert [name for name in MODELS["files"]() if f"| {name} |" not in text] == []
     assert set(MODELS["files"]()) - set(ROWS) == set(MODELS["LEFT_OUT"])

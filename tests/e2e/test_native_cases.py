@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """Gives the program so many seconds for each op."""
+    """Gives the program a number of seconds for each op."""
     return lambda value: monkeypatch.setattr("sys.argv", ["native_cases.py", "--seconds", str(value)])
 
 

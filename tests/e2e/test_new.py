@@ -1,4 +1,4 @@
-"""The command `new`: what it refuses, what it writes, and that this builds and passes as it is."""
+"""The command `new`: names that it refuses, files that it writes, and that these build and pass as they are."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """What the command reads and writes of a clone, and the folder that it runs in."""
+    """The files of a clone that the command reads and writes, and the folder that it runs in."""
     for folder in ("metal", "csrc", "mlx_mittens/ops", "mlx_mittens/specs", "tests/unit", str(new.SKELETONS)):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", ".clang-format"):
@@ -177,7 +177,7 @@ def test_every_family_has_skeletons():
 OPS = {"norm": "l2_norm", "matmul": "dense_product", "attention": "plain_attention", "cache": "row_append"}
 
 
-# Compositions that an evaluation cannot take: what is changed in a norm, and what a call then says. The last fails in
+# Compositions that an evaluation cannot take: the change in a norm, and the error of a call. The last fails in
 # the middle, where operations that write memory are on their way.
 WRONG = {
     "wrong_type": (

@@ -71,7 +71,7 @@ def test_the_build_names_what_would_fail_in_a_call(tmp_path):
 
 
 def configure(folder: Path, sources: dict[str, str]) -> subprocess.CompletedProcess:
-    """Runs CMake's check of what is dispatched by instruction set, on a tree of these sources."""
+    """Runs CMake's check of dispatch by instruction set, on a tree of these sources."""
     for path, text in sources.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)

@@ -1,6 +1,6 @@
-"""The notebook runs, and prints what is kept in it.
+"""The notebook runs, and prints the output that is kept in it.
 
-PYTHONPATH=tests python -m e2e.test_notebook --write    runs it, and keeps what its cells print
+PYTHONPATH=tests python -m e2e.test_notebook --write    runs it, and keeps the output of its cells
 """
 
 import contextlib
@@ -13,7 +13,7 @@ NOTEBOOK = pathlib.Path(__file__).parents[2] / "examples" / "simulator.ipynb"
 
 
 def printed(notebook: dict) -> list[str]:
-    """What each code cell prints, run one after the other in one namespace."""
+    """The output of each code cell, run one after the other in one namespace."""
     names: dict[str, object] = {}
     found = []
     for cell in notebook["cells"]:

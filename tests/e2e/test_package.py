@@ -1,4 +1,4 @@
-"""The package as a package: what is installed, and what it says where the environment does not fit."""
+"""The package as a package: its files, and its messages where the environment does not fit."""
 
 import importlib.metadata
 import importlib.util
@@ -41,7 +41,7 @@ def run_beside_mlx(code: str, folder: pathlib.Path) -> subprocess.CompletedProce
 
 
 def test_a_wheel_holds_all_that_it_needs(tmp_path):
-    """A kernel runs from what is in it alone."""
+    """A kernel runs from the wheel's files alone."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     # Without the virtual environment's cmake, which an isolated build cannot run: pip would install another version for
     # it than the first build had, and all would be compiled anew.
@@ -177,7 +177,7 @@ def run_command(*command: str, environment: dict[str, str]) -> subprocess.Comple
 
 
 def plant(folder: pathlib.Path, package: str, version: str) -> None:
-    """Metadata of a package, which comes before that of the one that is installed where the folder is in PYTHONPATH."""
+    """Metadata of a package, which comes before the installed package's where the folder is in PYTHONPATH."""
     metadata = folder / f"{package.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")

@@ -1,4 +1,4 @@
-"""One package for several releases of mlx: which are built, which is chosen at import, and what is said of others."""
+"""One package for several releases of mlx: which are built, which is chosen at import, and messages on others."""
 
 import importlib.machinery
 import importlib.metadata
@@ -191,7 +191,7 @@ def left_over(folder: pathlib.Path, *versions: str, metadata: bool = True) -> No
 
 @pytest.mark.parametrize("versions, metadata", [(("0.31.2", "0.32.4"), True), (("0.32.4",), False)], ids=str)
 def test_what_is_left_of_an_mlx_is_named_before_mlx_is_imported(tmp_path, versions, metadata):
-    """Two in one folder, or one of which files are gone: pip was ended."""
+    """Two in one folder, or one whose files are gone: pip was ended."""
     left_over(tmp_path, *versions, metadata=metadata)
     code = "import sys\ntry:\n  import mlx_mittens\nexcept ImportError as e: print(e, 'mlx.core' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""`mlx-mittens run`: mlx-lm's commands on our kernels, which print and return what they do alone."""
+"""`mlx-mittens run`: mlx-lm's commands on our kernels, which print and return the same as alone."""
 
 import contextlib
 import http.server
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def text(printed):
-    """What was generated, without the times."""
+    """The generated text, without the times."""
     return printed.partition("Prompt:")[0]
 
 

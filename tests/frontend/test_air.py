@@ -1,7 +1,7 @@
-"""MLX's kernels as Apple's compiler left them in the wheel, beside what our front end makes of the same source.
+"""MLX's kernels as Apple's compiler left them in the wheel, beside our front end's output for the same source.
 
 They agree where Metal's text leaves its meaning in doubt: which products and sums may be fused, which functions are the
-fast ones, what rounds, and whether anything is rearranged. The library is downloaded, read and left where it is.
+fast ones, which operations round, and whether anything is rearranged. The library is downloaded, and only read.
 """
 
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(bool(frontend.compiler_problem()), reason=fronte
 
 UNARY, BINARY = "unary_ops.h unary.h", "binary_ops.h binary.h"
 QUANTIZED = "steel/gemm/gemm.h quantized_utils.h quantized.h"
-# By the name in the library: MLX's headers, and what its macro instantiates.
+# By the name in the library: MLX's headers, and the arguments of its instantiation.
 KERNELS = {
     "block_softmax_float16": ("softmax.h", "softmax_single_row, half"),
     "looped_softmax_precise_float16": ("softmax.h", "softmax_looped, half, float"),

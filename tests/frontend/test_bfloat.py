@@ -1,6 +1,6 @@
 """bfloat as Metal has it: made of floats by a cast alone, with operators, without mathematics and SIMD-group functions.
 
-The check compiles it as a type of clang's own, not as a class. These statements are what a class would tell apart.
+The check compiles it as a type of clang's own, not as a class. These statements are ones that a class would tell apart.
 """
 
 import re
@@ -144,7 +144,7 @@ INSTANTIATED = {"a[i] = as_it_is<bfloat>(f);": "as_it_is", "a[i] = Exp{}(a[i]);"
 
 
 def lines_with_problems(statements):
-    """The problems by statement, each of which is a kernel in a line of its own."""
+    """The problems by statement. Each is a kernel in a line of its own."""
     kernels = [
         f"kernel void k{number}(device bfloat* a, device bfloat4* b, device float* out, uint i "
         f"[[thread_position_in_grid]]) {{ float f = out[i]; half h = half(f); int n = int(i); {statement} "

@@ -1,4 +1,4 @@
-"""What is known to be right calibrates the front end: MLX's own kernels are taken, and broken text never breaks it."""
+"""Correct code calibrates the front end: MLX's own kernels are taken, and broken text never breaks it."""
 
 import random
 import re
@@ -15,7 +15,7 @@ from mlx_mittens.frontend.check import dialect
 KERNELS = "mlx/backend/metal/kernels"
 FOLDER = Path(mx.__file__).parent / "include" / KERNELS
 
-# What a header needs before it, where MLX's own .metal files or its run-time compilation include it.
+# Text that a header needs before it, where MLX's own .metal files or its run-time compilation include it.
 _STEEL = ("steel/gemm/gemm.h",)
 _CONVOLUTION = ("steel/conv/conv.h",)
 BEFORE = {
@@ -50,7 +50,7 @@ def headers():
 
 
 def check_header(name):
-    """The problems of a kernel header of MLX, with what it needs before it."""
+    """The problems of a kernel header of MLX, with the text that it needs before it."""
     included = "".join(f'#include "{KERNELS}/{header}"\n' for header in ("utils.h", *BEFORE.get(name, ()), name))
     kernel = "[[kernel]] void nothing(device int* y [[buffer(0)]]) { y[0] = 1; }\n"
     file = f"mlx_{name.replace('/', '_')}.metal"

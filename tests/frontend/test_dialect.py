@@ -81,7 +81,7 @@ def test_a_sound_kernel_passes():
     assert problems(helpers + in_kernel(body)) == []
 
 
-# What is wrong: the reason given, the line that it is given for, and the text. In a kernel the body is line 6.
+# Mistakes: the reason given, the line that it is given for, and the text. In a kernel the body is line 6.
 BROKEN = {
     "double": ("no double", 6, in_kernel("double d = x[i]; y[i] = d;")),
     "static variable": ("static variable", 6, in_kernel("static int calls = 0; y[i] = calls;")),

@@ -1,4 +1,4 @@
-"""The Metal front end: what it takes, what it makes of it for both targets, what it says of what it refuses."""
+"""The Metal front end: the texts that it takes, its output for both targets, its messages on texts that it refuses."""
 
 import re
 import shutil
@@ -57,7 +57,7 @@ def test_flattened(file):
     assert not included
     headers = re.findall(r'^#line 1 "([^"]+)"$', text, re.M)
     assert headers[0] == file and len(set(headers)) == len(headers)
-    # Every line is what stands at its place in its file.
+    # Every line is the text at its place in its file.
     folder, where, line = sources.metal_folder(), None, 0
     for row in text.splitlines():
         marker = re.match(r'#line (\d+) "([^"]+)"$', row)
@@ -69,7 +69,7 @@ def test_flattened(file):
         line += 1
 
 
-# The dialect, by what kernels compute.
+# The dialect, by the results of kernels.
 
 EXPRESSIONS = {
     # Vectors.
@@ -447,7 +447,7 @@ template [[host_name("test_half")]] [[kernel]] decltype(test<half>) test<half>;
     ]
 
 
-# What does not compile.
+# Texts that do not compile.
 
 REFUSED = {
     "unknown_name": ("  out[i] = missing;", r":4:12: error: use of undeclared identifier 'missing'"),
@@ -599,7 +599,7 @@ def test_compiled_once(tmp_path, monkeypatch):
 
 
 def test_the_library_is_parsed_once(tmp_path, monkeypatch):
-    """For all kernels; where what was kept of it is of no use, the kernel compiles all the same."""
+    """For all kernels; where the kept result is of no use, the kernel compiles all the same."""
     frontend.compiler_problem()
     monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
     for value in (1, 2):
@@ -853,7 +853,7 @@ def test_function_constants_in_ptx():
 
 
 def test_prebuilt(tmp_path, monkeypatch):
-    """What a wheel may bring: one file a variant, taken as long as the kernel's text has not changed."""
+    """Files that a wheel may bring: one for each variant, used as long as the kernel's text has not changed."""
     from mlx_mittens.frontend import prebuild
 
     monkeypatch.setattr(sources, "files", lambda: ["norm/softmax.metal"])

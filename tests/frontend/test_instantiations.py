@@ -1,4 +1,4 @@
-"""The text that Metal's compiler is given for one kernel: that kernel alone, and otherwise what the whole file is."""
+"""The text that Metal's compiler is given for one kernel: that kernel alone, and otherwise the whole file's text."""
 
 import re
 
@@ -108,7 +108,7 @@ def test_macros_are_read_as_the_preprocessor_does(tail):
     assert kernels_of(tail) == READABLE[tail]
 
 
-# What does more than to instantiate kernels, or is no call.
+# Macros that do more than instantiate kernels, or are no calls.
 UNREADABLE = [
     '#define a(T) struct Of##T {}; instantiate_kernel("one_" #T, scale, T)\na(half)',
     '#define a(T) instantiate_kernel("one_" #T, scale, T) struct Of##T {};\na(half)',

@@ -1,4 +1,4 @@
-"""Products of matrices in PTX: what becomes one instruction of the tensor cores, and that it computes the same."""
+"""Products of matrices in PTX: which become one instruction of the tensor cores, and that it computes the same."""
 
 import re
 
@@ -15,8 +15,8 @@ needs_ptxas = pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip ins
 LANES = np.arange(32)
 
 
-# What the instructions do. A register is 32 lanes of 32 bits. They are taken as integers, and of a matrix's registers
-# each half as one: so nothing is rounded, and what is computed in another order comes out the same.
+# Semantics of the instructions. A register is 32 lanes of 32 bits. They are taken as integers, and in a matrix's
+# registers each half as one: so nothing is rounded, and another order of computing gives the same results.
 
 
 def _elements(register, dtype):
@@ -43,7 +43,7 @@ def _product(dtype, results, left, right, sums):
 
 
 class Machine:
-    """Runs the few instructions of these tests, and keeps what was stored."""
+    """Runs the few instructions of these tests, and keeps the stored values."""
 
     def __init__(self, registers):
         self.registers = dict(registers)
@@ -352,7 +352,7 @@ def test_not_joined(lines):
 
 
 def test_nothing_waits_behind_a_pair_that_overwrites_it():
-    """The second and third are a pair where the third was, and write there what the first reads."""
+    """The second and third are a pair in the third's place, and overwrite the first's operands there."""
     lines = [
         product("%t0, %t1", "%a", "%b", "%w0, %w1"),
         product("%w0, %w1", "%d", "%e", "%c0, %c1"),
@@ -413,7 +413,7 @@ def _program(rng):
 
 
 def test_random_programs(rng):
-    """What is stored is the same, whatever was joined; and all kinds of joining take place."""
+    """Stored values are the same, whatever was joined; and all kinds of joining take place."""
     kinds = dict.fromkeys(["lone", "pair", "sum", "pair and sum"], 0)
     for _ in range(1500):
         names, text = _program(rng)
@@ -439,7 +439,7 @@ def fma_towards_zero(a, b, c):
 
 
 class FloatMachine:
-    """Runs what a product in float32 becomes. A register is 32 lanes of 32 bits."""
+    """Runs the lowered form of a product in float32. A register is 32 lanes of 32 bits."""
 
     def __init__(self, registers):
         self.registers = {name: np.asarray(values, np.float32).view(np.uint32) for name, values in registers.items()}
@@ -541,7 +541,7 @@ def test_float32_of_the_largest(rng):
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_float32_of_inf_and_nan(rng, special, side):
-    """What is exact in 11 bits has no lower part, which times inf would be NaN."""
+    """A number that is exact in 11 bits has no lower part, which times inf would be NaN."""
     a, b = rng.integers(1, 9, (2, 8, 8)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
     b[:, :4] = rng.integers(0, 9, (8, 4))
     (a[0] if side == "left" else b)[2, 3] = special
@@ -576,7 +576,7 @@ def test_assembles(dtype):
 
 
 def test_random_programs_in_float32(rng):
-    """Products wait for each other, four alone or two above each other: what comes of them is the same, bit for bit."""
+    """Products wait for each other, four alone or two above each other: their results are the same, bit for bit."""
     most = 0
     for _ in range(300):
         one = lambda of: of[rng.integers(len(of))]
@@ -646,7 +646,7 @@ def test_our_kernels(file, name):
 @needs_ptxas
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_attention(dtype):
-    """The products of a tile's scores are joined along the sum, those of its values in pairs."""
+    """The products of a tile's scores are joined along the sum, its values' products in pairs."""
     name = f"attention_decode_128_128_{dtype}"
     text = frontend.ptx("attention/attention.metal", name)
     shapes = set(re.findall(r"mma\.sync\.aligned\.(m16n8k\d+).*?(mittens|$)", text, re.MULTILINE))

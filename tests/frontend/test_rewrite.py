@@ -1,4 +1,4 @@
-"""Passes over tokens: what each makes of a text, by itself."""
+"""Passes over tokens: the output of each for a text, by itself."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The verdict of `check` on small kernels: what Apple's compiler takes passes, what it refuses is refused by line."""
+"""The verdict of `check` on small kernels: kernels that Apple's compiler takes pass, others are refused by line."""
 
 import json
 import re

@@ -16,7 +16,7 @@ import llvmlite.binding as llvm
 from mlx_mittens import frontend
 from mlx_mittens.frontend import build, build_simulator, compiler, library
 
-# Of the functions of Metal's library: those whose fast and precise forms differ, and those that round.
+# Functions of Metal's library: first the ones whose fast and precise forms differ, then the ones that round.
 _FORMS = ("exp", "exp2", "log", "log2", "sin", "cos", "tanh", "sqrt", "rsqrt", "divide", "pow")
 _ROUNDING = ("rint", "round", "floor", "ceil", "trunc", "fma")
 _NAMES = "|".join(sorted((*_FORMS, *_ROUNDING), key=len, reverse=True))
@@ -27,7 +27,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a kernel's code says where Metal's meaning is in doubt.
+    """The meaning of a kernel's code where Metal's text leaves it in doubt.
 
     Attributes:
         functions: Of the library, such as ``exp`` or ``fast_exp``.

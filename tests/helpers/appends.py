@@ -1,4 +1,4 @@
-"""What the tests of appends to a cache share."""
+"""Helpers that the tests of appends to a cache share."""
 
 from __future__ import annotations
 

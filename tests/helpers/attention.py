@@ -1,4 +1,4 @@
-"""What the tests of attention share: inputs and float64 results."""
+"""Helpers that the tests of attention share: inputs and float64 results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HIDES = ("causal", "bool", "additive", "row", "window")
 
 
 def hides(queries: int) -> tuple[str, ...]:
-    """Those that hide a key from one of so many queries: a single causal one sees all."""
+    """The masks that hide a key from one of these queries: a single causal query sees all."""
     return tuple(how for how in HIDES if queries > 1 or how != "causal")
 
 
@@ -91,7 +91,7 @@ def poisoned(array: mx.array, keys: np.ndarray, value: float, columns=slice(None
 
 
 def without(y: mx.array, rows: np.ndarray, exact: specs.Exact) -> mx.array:
-    """y, with what is right in the place of some rows of queries."""
+    """y, with some rows of queries replaced by exact results."""
     return mx.where(mx.array(rows)[:, None], mx.array(exact.value.astype(np.float32)).astype(y.dtype), y)
 
 

@@ -1,4 +1,4 @@
-"""Small calls of every op, for what is tested of all of them: zero sizes, dtypes, vmap."""
+"""Small calls of every op, for tests of all of them: zero sizes, dtypes, vmap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPERTS = 3  # of a mixture
 
 @dataclass(frozen=True)
 class Argument:
-    """An array argument: what it holds, and the names of its dimensions."""
+    """An array argument: its kind of contents, and the names of its dimensions."""
 
     holds: str  # "numbers", "groups" (scales or biases), "words" (packed integers), "scales" (of a byte), "bool",
     # "indices", or a kind of blocks
@@ -38,7 +38,7 @@ class Argument:
         return self.holds in ("numbers", "groups")
 
     def draw(self, rng: np.random.Generator, sizes: Sizes, dtype: mx.Dtype, extra: tuple[int, ...] = ()) -> mx.array:
-        """An array with so many extra dimensions in front."""
+        """An array with extra dimensions in front."""
         shape = [*extra, *(sizes[d] for d in self.dims)]
         if self.holds == "bool":
             return mx.array(rng.random(shape) < 0.7)
@@ -140,7 +140,7 @@ def _row_calls() -> list[Call]:
 
 
 def _product_of_nothing(weights: str, axis: int, factor: float = 1):
-    """A product where a size is zero. Its columns are those of the weights along an axis, times a factor."""
+    """A product where a size is zero. It has the weights' size along an axis, times a factor, as columns."""
 
     def exact(x, bias=0, **others):
         return [np.zeros((*x.shape[:-1], int(others[weights].shape[axis] * factor))) + bias]
@@ -164,7 +164,7 @@ def _gemv_calls() -> list[Call]:
 
 
 def _matmul_calls() -> list[Call]:
-    """As those of gemv, x first."""
+    """The calls of gemv, with x first."""
     calls = []
     for call in _gemv_calls():
         arguments = {name: call.arguments[name] for name in ("x", "w", "bias")}

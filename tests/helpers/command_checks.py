@@ -51,14 +51,14 @@ def project() -> dict:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong by an exception."""
+    """Reports a mistake by an exception."""
 
     def error(self, message: str):
         raise Broken(message)
 
 
 def check_pip(words: Sequence[str]) -> None:
-    """Extras, packages, versions and settings are those of pyproject.toml."""
+    """Extras, packages, versions and settings are in pyproject.toml."""
     parser = _Parser(prog="pip", add_help=False)
     parser.add_argument("verb", choices=("install", "wheel"))
     parser.add_argument("requirements", nargs="*")
@@ -91,7 +91,7 @@ def check_pip(words: Sequence[str]) -> None:
 
 
 def check_pytest(words: Sequence[str]) -> None:
-    """Files are there, or are those that a page has the reader save; markers are pyproject.toml's."""
+    """Files are there, or a page has the reader save them; markers are pyproject.toml's."""
     parser = _Parser(prog="pytest", add_help=False)
     parser.add_argument("paths", nargs="*")
     parser.add_argument("-m", dest="marker")
@@ -111,7 +111,7 @@ def check_pytest(words: Sequence[str]) -> None:
 
 
 def check_file(path: str) -> None:
-    """A path is that of a file or folder of the repository."""
+    """A path names a file or folder of the repository."""
     if not (ROOT / path).exists():
         raise Broken(f"{path} is not in the repository")
 
@@ -125,7 +125,7 @@ def _accept(*_: object, **__: object) -> None:
 
 
 def check_mlx_mittens(words: Sequence[str]) -> None:
-    """The command accepts its arguments; those of `bench` and `doctor` up to the point at which work begins."""
+    """The command accepts its arguments; `bench` and `doctor` run up to the point at which work begins."""
     if words[1:] == []:
         return
     if words[1:3] == ["run", "mlx_lm.server"]:

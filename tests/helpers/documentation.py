@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 
-# What a command of a page has in the place of the reader's own words, and a word to check the command with.
+# Placeholders for the reader's own words in a page's commands, and a word to check each command with.
 PLACEHOLDERS = {
     "FILE.metal": "metal/norm/softmax.metal",
     "FILE.json": "bench/results/h200.json",
@@ -149,7 +149,7 @@ def inline_commands(page: Path) -> Iterator[Command]:
 
 
 def python_names() -> list[str]:
-    """The names of this package in the sentences and tables of all pages, and those that API pages document."""
+    """The names of this package in the sentences and tables of all pages, and the names that API pages document."""
     spans = [span for page in PAGES for span in re.findall(r"`([^`\n]+)`", page.read_text())]
     found = {f"mlx_mittens{name}" for span in spans for name in re.findall(r"^(?:mm|mlx_mittens)((?:\.\w+)+)", span)}
     found -= {"mlx_mittens.NAME", "mlx_mittens.metallib"}  # any of them; a file
@@ -165,7 +165,7 @@ for page, line, text in json.load(sys.stdin):
 
 
 def run_python(found: Sequence[Block], folder: Path) -> str:
-    """Runs the Python blocks of a page in one process; returns what they print."""
+    """Runs the Python blocks of a page in one process; returns their output."""
     given = json.dumps([(str(block.page), block.line, block.text) for block in found])
     done = subprocess.run([sys.executable, "-c", _RUN], input=given, cwd=folder, capture_output=True, text=True)
     if done.returncode:
@@ -180,7 +180,7 @@ def run_tests(block: Block, folder: Path, environment: dict[str, str]) -> None:
 
 
 def run_command(command: Command, folder: Path, environment: dict[str, str]) -> str:
-    """Runs a command by bash; returns what it prints."""
+    """Runs a command by bash; returns its output."""
     line = ["bash", "-euo", "pipefail", "-c", command.text]
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode:
@@ -207,7 +207,7 @@ FOLDERS = (".ci", "bench", "cmake", "csrc", "docs", "examples", "metal", "mlx_mi
 
 
 def make_clone(folder: Path) -> None:
-    """Makes a copy of what a clone has, so that what commands write does not reach the tree."""
+    """Makes a copy of a clone's files, so that commands do not write to the tree."""
     folder.mkdir()
     for path in ROOT.iterdir():
         if path.name in FOLDERS:

@@ -1,4 +1,4 @@
-"""Products by integers on matrix units (metal/matmul/apple/m5): what they round, exactly, and calls of every kernel."""
+"""Products by integers on matrix units (metal/matmul/apple/m5): their exact rounding, and calls of every kernel."""
 
 from __future__ import annotations
 

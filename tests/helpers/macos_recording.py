@@ -1,4 +1,4 @@
-"""Runs the macOS dispatch code on Linux over a recording device; the simulator executes what it recorded."""
+"""Runs the macOS dispatch code on Linux over a recording device; the simulator executes the recorded launches."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 METAL = ROOT / "csrc" / "backends" / "metal.cpp"
 
-SEED = 2  # another thread order than that of test_variants and test_quick
+SEED = 2  # another thread order than in test_variants and test_quick
 
 
 # What else the shared object is made of.
@@ -113,7 +113,7 @@ def one_by_one(library: str):
 
 
 def strided_views(rng: np.random.Generator):
-    """What reaches runtime/copy.metal: a view that is copied before the norm."""
+    """Inputs that reach runtime/copy.metal: a view is copied before the norm."""
     for dtype in (mx.float16, mx.float32):
         x = mx.array(rng.standard_normal((6, 40, 3))).astype(dtype)
         yield x.transpose(2, 0, 1)
@@ -124,7 +124,7 @@ def strided_views(rng: np.random.Generator):
 def recorded_kernels() -> frozenset[str]:
     """Runs every op through the macOS code; the kernels it launched with right results, as ``file:kernel``.
 
-    Of the table it runs what reaches every variant: what the code does depends on the launch and not on the sizes.
+    It runs the cases of the table that reach every variant: the code depends on the launch and not on the sizes.
     """
     chosen = quick.chosen()
     with through_macos_code(), mm.strict():

@@ -1,4 +1,4 @@
-"""What the tests of products with weights share: inputs and float64 references."""
+"""Helpers that the tests of products with weights share: inputs and float64 references."""
 
 from __future__ import annotations
 

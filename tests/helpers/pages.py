@@ -1,4 +1,4 @@
-"""What docs/models.py defines: the small models of mlx-lm's files, and the rows of the pages."""
+"""Definitions of docs/models.py: the small models of mlx-lm's files, and the rows of the pages."""
 
 from __future__ import annotations
 

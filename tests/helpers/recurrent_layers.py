@@ -60,12 +60,12 @@ def norm_name(layer):
 
 
 def empty_cache(layer):
-    """A state of the heads, behind those of convolutions."""
+    """A state of the heads, behind the states of convolutions."""
     return caches.ArraysCache(size=4 if is_kimi(layer) else 2)
 
 
 class Arguments:
-    """What a layer reads of a model's arguments."""
+    """The part of a model's arguments that a layer reads."""
 
     def __init__(self, **values):
         vars(self).update(values)

@@ -69,7 +69,7 @@ class Scheduling(LoadScheduling):
             self._send_tests(node, max(1, min(self.maxschedchunk, share)))
 
     def _send_tests(self, node: WorkerController, num: int) -> None:
-        """Sends the next tests: so many, or the whole group that comes next."""
+        """Sends the next `num` tests, or the whole group that comes next."""
         first = group(self.collection[self.pending[0]]) if self.pending else None
         if first is not None:
             num = sum(group(self.collection[i]) == first for i in self.pending)

@@ -1,4 +1,4 @@
-"""Running the command line and the example scripts as a user does, and loading those of the benchmark."""
+"""Running the command line and the example scripts as a user does, and loading the benchmark's scripts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(name: str) -> ModuleType:
 
 
 def run(name: str, *arguments: object) -> str:
-    """Runs an example and gives what it printed, or fails with it."""
+    """Runs an example and gives its output, or fails with it."""
     result = try_run(name, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

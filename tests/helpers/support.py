@@ -1,4 +1,4 @@
-"""What the op tests share."""
+"""Helpers that the op tests share."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def launched_on_apple(run: Callable[[], object]) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """That of a child process that imports what tests share."""
+    """The environment of a child process that imports the tests' helpers."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
 
 

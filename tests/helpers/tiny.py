@@ -1,4 +1,4 @@
-"""Small models of mlx-lm's classes, for tests of what a whole model does on our ops."""
+"""Small models of mlx-lm's classes, for tests of whole models on our ops."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The limits on errors that the tests have, what each follows from, and the assertions that apply them.
+"""The limits on errors that the tests have, the reason for each, and the assertions that apply them.
 
 A unit is the distance from 1 to the next number of a type (`specs.EPSILON`): 2^-23, about 1.2e-7, of float32, 2^-10 of
 float16, 2^-7 of bfloat16. A rounding moves a result by half a unit of it at most.
 
 Results of the table of ops are judged by `specs.compare`: an element's error is taken relative to the largest of its
-value, its row's root mean square and the size of the terms it sums up, and may be twice mx's or what `specs.tolerance`
-allows. The limits here are for what is compared otherwise: relative to the element, or to the largest element, which
-says how large the terms are that an element may have cancelled from. The fuzzer computes a bound for each draw instead
+value, its row's root mean square and the size of the terms it sums up, and may be twice mx's or `specs.tolerance`. The
+limits here are for other comparisons: relative to the element, or to the largest element, which shows how large the
+terms are that an element may have cancelled from. The fuzzer computes a bound for each draw instead
 (tests/verification/fuzz).
 """
 
@@ -24,25 +24,25 @@ from mlx_mittens.specs.attention import UNITS
 #
 # A handful of roundings: eight units. The norm of a short row, a softmax, an exponential.
 ROUNDINGS = 1e-6
-# The norm of a row of equal numbers, whose roundings all go the same way: half of what the sum of squares is off by,
-# and that by half a unit for each addition of a chain. Of 16, and then of 16 such sums, it is eight units at most.
+# The norm of a row of equal numbers, whose roundings all go the same way: half of the error of the sum of squares,
+# which is half a unit for each addition of a chain. Of 16, and then of 16 such sums, it is eight units at most.
 EQUAL_NUMBERS = 4 * 2.0**-23
 # The mean over such rows where each pack has a sum of its own: its chains are too short for a unit to be lost.
 SHORT_CHAINS = 0.5 * 2.0**-23
 # Probabilities of a few numbers, whose sum is rounded another way where products and sums are fused: two units at 1.
 FUSED = 2.0**-22
-# A mean with float32 exponentials as weights, each of which is some units off: 25 units.
+# A mean with float32 exponentials as weights. Each is some units off: 25 units.
 WEIGHTED_MEAN = 3e-6
 # A sum of some hundred terms in another order. The roundings of its partial sums add up like a random walk, to half a
-# unit times the square root of the terms, of sums that may be some times as large as what is left of them: 84 units.
+# unit times the square root of the terms, of sums that may be some times as large as the final one: 84 units.
 SUM = 1e-5
-# A sum whose terms come out of another one: gradients, attention of projections. It multiplies the error of the first
-# by what its own terms cancel to, which is a tenth of their size or so for normal numbers: 840 units.
+# A sum whose terms come out of another one: gradients, attention of projections. It multiplies the relative
+# error of the first as its own terms cancel, to a tenth of their size or so for normal numbers: 840 units.
 SUMS = 1e-4
 # Some layers of a model, derivatives of derivatives, products of two such sums: another tenth.
 LAYERS = 1e-3
-# Gradients of products of numbers some of which are 20 times as large as the rest, relative to the element: twice as
-# much of it may have cancelled. What cancels to nothing is `of_terms`.
+# Gradients of products of numbers where some are 20 times as large as the rest, relative to the element: twice as
+# much of it may have cancelled. `of_terms` is for gradients that cancel to nothing.
 OUTLIERS = 2e-4
 # The variance of numbers that lie around 1000 with a deviation of 1. A value is off by 2^-14, half a unit at 1000, and
 # the norm of it by some times as much in the worst of a row.
@@ -66,7 +66,7 @@ GRADIENTS_16_BIT = 2e-2
 # MLX's own kernels, which round to their type on the way, as ours need not: relative to the largest element.
 PEER = {mx.float32: SUM, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
-# Products whose normal input is rounded to 8 bits: the root mean square of their errors, relative to that of results. A
+# Products whose normal input is rounded to 8 bits: the root mean square of their errors, relative to the results'. A
 # step is a 127th of the largest of up to 128 numbers, which is 2.8 deviations, and its errors are a square root of 12
 # less.
 INT8_ACTIVATIONS = 8e-3
@@ -104,7 +104,7 @@ def of_roundings(dtype: mx.Dtype) -> float:
 
 
 def of_tf32_products(terms: np.ndarray, addends: np.ndarray | float = 0.0) -> np.ndarray:
-    """Of float32 products that are made of three in TF32, by the size of their terms and of what they are added to.
+    """The limit of float32 products that are made of three in TF32, by the size of their terms and of their addends.
 
     A term loses up to three units by the cut of each lower part, and four as the product of both is left out; sums are
     rounded five times.
@@ -113,9 +113,9 @@ def of_tf32_products(terms: np.ndarray, addends: np.ndarray | float = 0.0) -> np
 
 
 def of_layer(dtype: mx.Dtype) -> float:
-    """What the attention of a layer may differ by: its norms, rotations and products each round to the type.
+    """The limit of a layer's attention: its norms, rotations and products each round to the type.
 
-    In float32 they are sums, whose roundings add up as those of `SUM`.
+    In float32 they are sums, whose roundings add up as in `SUM`.
     """
     return units(8 if dtype != mx.float32 else 32, dtype)
 
@@ -130,7 +130,7 @@ def assert_right(
 ):
     """A case of the table is right against float64, and no worse than twice mx or one unit in the last place.
 
-    mx's results are those of its CPU: on an NVIDIA GPU its gradient of layer_norm is no measure.
+    mx computes on the CPU: on an NVIDIA GPU its gradient of layer_norm is no measure.
     """
     check = specs.check(op, case, arrays, cotangents, mx.Device(mx.cpu))
     assert check.passed, f"{op.name} {case.name}: {check.detail}"
@@ -154,10 +154,10 @@ def assert_attention_right(y: mx.array, twin: mx.array | None, exact: specs.Exac
 
 
 def assert_error_at_most_that_of_mx(y: mx.array, twin: mx.array, exact: specs.Exact):
-    """By root mean squares, against float64: a largest error is that of one number's rounding, which luck decides.
+    """By root mean squares, against float64: a largest error comes from one number's rounding, which luck decides.
 
-    What lies between two 16-bit numbers to within float32's rounding goes to either, hence 1.01; and eight units of
-    float32 are what the order of a sum in it explains.
+    A number in the middle of two 16-bit ones to within float32's rounding goes to either, hence 1.01. The order of a
+    sum in float32 explains eight units of it.
     """
     ours, theirs = (np.sqrt(np.mean((specs.widen(a) - exact.value) ** 2)) for a in (y, twin))
     explained = units(8, mx.float32) * np.sqrt(np.mean(exact.value**2))

@@ -26,7 +26,7 @@ def simulate(op, dtype, seed, rng, wanted=None):
 
 
 def planned_launches(call, gpu):
-    """The launches that the results of a call come to on a GPU, none of which runs."""
+    """The launches of a call's results on a GPU, without running any."""
     with mm.simulator.enabled(gpu=gpu), mx.stream(mx.cpu):
         _ext.simulator_record(True, dry=True)
         try:

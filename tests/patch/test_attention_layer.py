@@ -26,7 +26,7 @@ LATER = {"mlx_lm.models.mellum"}  # models that mlx-lm has from 0.32 on
 
 
 class Layer:
-    """An attention, and what it gets."""
+    """An attention layer with its input and cache."""
 
     def __init__(self, rng, name=NAMES[0], dtype=mx.float32, batch=1, bits=None, capacity=24, held=5):
         mx.random.seed(int(rng.integers(2**31)))
@@ -60,7 +60,7 @@ class Layer:
         return cache
 
     def run(self, tokens=3):
-        """What some tokens give, and what the cache holds then."""
+        """The results of some tokens, and the cache's contents then."""
         cache = self.cache()
         results = [self.module(self.x * (i + 1), None, cache) for i in range(tokens)]
         assert cache.offset == self.held + tokens
@@ -193,7 +193,7 @@ def test_the_installed_layers_are_those_that_are_known(target):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_others_stay_what_they_were(rng, monkeypatch, name):
-    """What is not one token with a cache and a rotary embedding that are known."""
+    """Calls that are not one token with a known cache and a known rotary embedding."""
     layer = Layer(rng, name)
     module = layer.module
 
@@ -332,7 +332,7 @@ def test_what_others_put_on_top_is_called(rng, monkeypatch, name):
                 layer.module(layer.x, None, layer.cache())
                 assert called == [function] * times
                 called.clear()
-        with monkeypatch.context() as patch:  # an op of ours is of the same type as what the patch puts there
+        with monkeypatch.context() as patch:  # an op of ours has the type of the patch's functions
             patch.setattr(mx.fast, "scaled_dot_product_attention", mm.scaled_dot_product_attention)
             assert layer.attempt() is None
         assert layer.attempt() is not None

@@ -160,7 +160,7 @@ def test_attention_over_it(rng, native, bits):
 
 
 def test_mlx_lm_merges_by_it(rng, native):
-    """Layers of both kinds; and what it merges by itself stays its own."""
+    """Layers of both kinds; caches that mlx-lm merges by itself stay its own."""
     module = sys.modules["mlx_lm.generate"]  # the package has a function of this name
     requests = [[cache, KVCache()] for cache in filled(rng, (3, 5))]
     with mm.patched():

@@ -42,7 +42,7 @@ class Rows:
         self.batch = Cache.merge(singles)
 
     def append(self, tokens, lengths=None):
-        """New tokens of every row, or of a row so many and padding behind them; what they see."""
+        """New tokens of every row, or `lengths` of each and padding behind them; the keys that they see."""
         fresh = [draw(self.rng, len(self.own), tokens) for _ in range(2)]
         seen = self.batch.update_and_fetch(*fresh)
         for i, row in enumerate(self.own):
@@ -99,7 +99,7 @@ def test_memory_is_bounded_by_the_window(rng, native, small_steps):
 
 
 def test_padding_on_the_right(rng, native, small_steps):
-    """Prompts in chunks, of which the shorter ones have ended: their padding pushes no token out of the window."""
+    """Prompts in chunks, where the shorter ones have ended: their padding pushes no token out of the window."""
     rows = Rows(rng, (0, 0, 0))
     lengths = np.array([3, 30, 14])
     rows.batch.prepare(lengths=lengths.tolist(), right_padding=(30 - lengths).tolist())

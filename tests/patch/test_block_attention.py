@@ -26,7 +26,7 @@ def build(local=1, most=2, sparse=True, normed=True):
 
 
 def logits(model, tokens, prompt=5):
-    """Behind a prompt and each token, and what the caches hold then."""
+    """Behind a prompt and each token, and the caches' contents then."""
     cache, found = model.make_cache(), []
     for part in (tokens[:, :prompt], *(tokens[:, t : t + 1] for t in range(prompt, tokens.shape[1]))):
         found.append(model(part, cache=cache)[:, -1])
@@ -86,7 +86,7 @@ def test_batches_are_mlx_lms(rng):
 
 
 def test_a_cache_that_lags_behind(rng):
-    """An indexer's cache of fewer tokens than the other: mlx-lm's own call says what is wrong, or computes it."""
+    """An indexer's cache of fewer tokens than the other: mlx-lm's own call raises its error, or computes it."""
     model, tokens = build(), mx.array(rng.integers(1, 300, (1, 9)))
     results = []
     for patched in (contextlib.nullcontext, mm.patched):
@@ -121,7 +121,7 @@ def test_gradients(rng):
 
 
 def test_a_window_of_another_cache(rng):
-    """Caches that turn over are asked for what they hold."""
+    """Caches that turn over are asked for their contents."""
     model, tokens = build(sparse=False), mx.array(rng.integers(1, 300, (1, 20)))
     results = []
     for patched in (contextlib.nullcontext, mm.patched):

@@ -1,4 +1,4 @@
-"""mlx-lm's caches of other kinds: the append with the rotary embedding in one kernel, and what they hold afterwards."""
+"""mlx-lm's caches of other kinds: the append with the rotary embedding in one kernel, and their contents afterwards."""
 
 import mlx.core as mx
 import numpy as np
@@ -71,7 +71,7 @@ def test_a_batch_that_changes(native):
 
 
 def append_all(made, lengths, rows=1, width=64, traditional=False, together=1):
-    """A cache after heads of random numbers, turned under whatever is patched; the queries and what it gave last."""
+    """A cache after heads of random numbers, turned by the current functions; the queries and its last result."""
     rng = np.random.default_rng(3)
     pending, queries = [], []
     for tokens in lengths:
@@ -105,7 +105,7 @@ LENGTHS = [5, 1, 1, 3, 1, 4, 1, 1, 1, 1, 7, 1, 9, 1, 1]
     (64, 64, 2), (64, 32, 3), (64, 64, 4), (64, 32, 5), (64, 64, 6), (64, 64, 8), (128, 128, 4), (128, 64, 3)
 ], ids=str)  # fmt: skip
 def test_tokens_into_a_quantized_cache(native, small_steps, width, group_size, bits, together):
-    """Its words, scales and biases are those of mx.quantize, of the keys in a plain cache, also where it grows."""
+    """Its words, scales and biases are mx.quantize's, of the keys in a plain cache, also where it grows."""
     plain, quantized = cache.KVCache(), cache.QuantizedKVCache(group_size, bits)
     with mm.patched():
         expected, _ = append_all(plain, LENGTHS, width=width, together=together)

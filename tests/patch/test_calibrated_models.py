@@ -74,7 +74,7 @@ def test_a_strict_patch_asks_for_the_kernels(rng, faster_mx):
 
 @pytest.fixture
 def rows_of():
-    """Makes the calls of some ops those that mx computes faster, out of all that a function asks for."""
+    """Has a calibration give some ops' calls to mx, for all calls that a function makes."""
 
     def make(ops, function):
         _ext.calibration_record(True)

@@ -16,7 +16,7 @@ from mlx_lm.models import lfm2, lfm2_moe
 import mlx_mittens as mm
 from mlx_mittens.patching import recurrent_layers
 
-# By layer: what makes one, the op of its tokens, its states, and the other launches between the projections.
+# By layer: its constructor, the op of its tokens, its states, and the other launches between the projections.
 KINDS = {
     "lfm2": (lambda: convolution(lfm2, False), "short_conv_token", 1, []),
     "lfm2, bias": (lambda: convolution(lfm2, True), "short_conv_token", 1, []),
@@ -112,7 +112,7 @@ def test_what_one_launch_does_not_do_is_mlx_lms(rng, kind):
             found = kind(inputs, mask, ours)
             mx.eval(found)
         assert kind.runs() == (ours is not None and kind.op == "short_conv_token"), name
-        seen = mx.ones(inputs.shape[:2], mx.bool_) if mask is None else mask  # what a hidden step gives is nobody's
+        seen = mx.ones(inputs.shape[:2], mx.bool_) if mask is None else mask  # results of hidden steps are unused
         assert_near(*(mx.where(seen[..., None], y, 0) for y in (found, expected)), name, LAYERS)
         for i in range(kind.states if ours is not None else 0):
             assert_near(ours[i], plain[i], f"{name}: state {i}", LAYERS)
@@ -166,7 +166,7 @@ def test_gradients_are_those_of_mlx_lm(rng, kind):
 
 
 def test_other_code_is_left_alone(rng, kind, monkeypatch):
-    """Of what the call rests on: a function of another text, a norm of another class, another convolution."""
+    """Code that the call rests on: a function of another text, a norm of another class, another convolution."""
     x = mx.array(rng.normal(size=(1, 2, WIDTH)).astype(np.float32))
     state = kind.filled(x)
     layer = kind.layer

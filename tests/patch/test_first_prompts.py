@@ -75,7 +75,7 @@ def turn(x, offset, **more):
 
 
 def append_heads(made, lengths, rows):
-    """Turned queries, and what the cache gave, of heads of random numbers."""
+    """Turned queries, and the cache's results, of heads of random numbers."""
     rng, results = np.random.default_rng(3), []
     for tokens in lengths:
         q, k, v = (a * 1 for a in heads(rng, rows, tokens))

@@ -1,4 +1,4 @@
-"""What the patch puts in a function's place, by itself: the type in csrc/patch/function_wrapper.cpp."""
+"""The patch's replacement of a function, by itself: the type in csrc/patch/function_wrapper.cpp."""
 
 import ast
 import functools
@@ -123,7 +123,7 @@ def test_a_declaration_is_what_the_extension_takes(name):
 
 
 def test_ops_are_declared():
-    """But those that append to a cache, which are Python's."""
+    """But ops that append to a cache, which are Python's."""
     ops = {op.name for op in OPS} - {"rope_append", "quantized_rope_append"}
     assert set(DECLARED) == ops
 

@@ -103,7 +103,7 @@ def test_caches_of_a_converted_model(rng, monkeypatch, name):
 
 @pytest.mark.parametrize("bits", [4, None])
 def test_joined_projections_follow_their_weights(rng, bits):
-    """What was joined is given up once a layer has other weights, and a copy of the model is joined as it was."""
+    """Joined weights are given up once a layer has other weights, and a copy of the model is joined as it was."""
     tokens = mx.array(rng.integers(1, 300, (1, 7)))
     products = lambda: sum(mm.stats()["quantized_matmul" if bits else "gemv"]["kernels"].values())
 
@@ -251,7 +251,7 @@ class Hidden(llama.Attention):
 
 
 class Odd(llama.Attention):
-    """One that names only what is known, and does it in another order."""
+    """An attention that uses only known names, in another order."""
 
     def __call__(self, x, mask=None, cache=None):
         B, L, _ = x.shape
@@ -283,7 +283,7 @@ def test_without_fusing(rng):
 @pytest.mark.parametrize("norms", [1.0, 0.02])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_a_multiplied_residual_is_not_fused(rng, dtype, norms):
-    """Also where what is multiplied is little beside the residual."""
+    """Also where the multiplied part is little beside the residual."""
     arguments = {
         "model_type": "granite",
         "hidden_size": 128,
@@ -317,7 +317,7 @@ def test_a_multiplied_residual_is_not_fused(rng, dtype, norms):
 
 
 def test_a_block_that_takes_more_is_not_fused(rng):
-    """As those of mlx-vlm, which pass positions: a trial does not show what they are given."""
+    """As in mlx-vlm, whose blocks pass positions: a trial does not show their arguments."""
 
     class Block(llama.TransformerBlock):
         def __call__(self, x, mask=None, cache=None, position_ids=None):
@@ -336,7 +336,7 @@ def test_a_block_that_takes_more_is_not_fused(rng):
 
 
 def test_layers_left_out_or_in_another_order_are_right(rng):
-    """What a block hands on is for the norm that it was computed with, and for no other."""
+    """A block hands its result on to the norm that it was computed with, and to no other."""
     plain = tiny.build("llama-3.2-1b", mx.float32, 4, num_hidden_layers=3)
     fused = mm.nn.convert(copy.deepcopy(plain))
     x = mx.array(rng.normal(size=(1, 5, 128)).astype(np.float32))
@@ -352,7 +352,7 @@ def test_layers_left_out_or_in_another_order_are_right(rng):
 
 
 def test_what_is_added_in_place_between_blocks_counts(rng):
-    """A steering vector, say: Python's object stays the same, what a block handed on is not for it."""
+    """A steering vector, say: Python's object stays the same, but the block's result is stale."""
     plain = tiny.build("llama-3.2-1b", mx.float32, 4, num_hidden_layers=3)
     fused = mm.nn.convert(copy.deepcopy(plain))
     x, vector = (mx.array(rng.normal(size=shape).astype(np.float32)) for shape in ((1, 5, 128), (128,)))

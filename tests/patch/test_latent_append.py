@@ -28,7 +28,7 @@ def drawn(rng, shape, dtype):
 
 
 def step(cache, arrays, width, offset, scale=1.0, factor=None, normed=True):
-    """What a layer of mlx-lm's does with a token's projections: turned queries, and what the cache has then."""
+    """A layer of mlx-lm's on a token's projections: turned queries, and the cache's contents then."""
     queries, latents, weight = arrays
     queries = mx.split(queries.transpose(0, 2, 1, 3), [8], axis=-1)[1]
     latents, keys = mx.split(latents, [latents.shape[-1] - width], axis=-1)

@@ -46,7 +46,7 @@ def test_heads_of_two_widths_over_a_cache(dtype, executor, kind):
 
 @pytest.fixture
 def whole_heads(monkeypatch):
-    """Models whose heads are as wide as those of DeepSeek V2 and V3, GLM and Kimi; the rest stays small."""
+    """Models whose heads are as wide as in DeepSeek V2 and V3, GLM and Kimi; the rest stays small."""
     widths = {"kv_lora_rank": 512, "q_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     for name, size in {**widths, "v_head_dim": 128, "num_key_value_heads": 4}.items():
         monkeypatch.setitem(MODELS["SIZES"], name, size)

@@ -1,4 +1,4 @@
-"""The patch: complete, undone without a trace, and exact about what it takes over."""
+"""The patch: complete, undone without a trace, and exact about the functions that it replaces."""
 
 import importlib
 import subprocess
@@ -22,7 +22,7 @@ SWITCHES = list(dict.fromkeys(target.switch for target in targets.TARGETS))
 
 
 def current() -> dict[str, object]:
-    """What stands at each target now."""
+    """The function at each target now."""
     return {target.name: getattr(*target.owner()) for target in targets.TARGETS if target.is_loaded()}
 
 
@@ -487,7 +487,7 @@ def test_packages_that_import_each_other_are_patched(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_a_cache_holds_the_same(rng, dtype):
-    """Growth, a full cache, trimming, and what is of another type, step by step beside the original."""
+    """Growth, a full cache, trimming, and heads of another type, step by step beside the original."""
     from mlx_lm.models.cache import KVCache
 
     ours, theirs = KVCache(), KVCache()

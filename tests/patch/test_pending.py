@@ -1,4 +1,4 @@
-"""What the patch makes one kernel of: ops that a model calls one after the other, the first still to be computed."""
+"""Ops that the patch makes one kernel of: a model calls one after the other, the first still to be computed."""
 
 import importlib
 
@@ -279,7 +279,7 @@ def test_a_sum_and_its_norm_under_transformations(rng):
 
 
 class Layer:
-    """What a decoder layer does before attention: heads of one input, perhaps normed, and how they are turned."""
+    """The part of a decoder layer before attention: heads of one input, perhaps normed, and how they are turned."""
 
     def __init__(self, rng, dtype=mx.float32, tokens=1, batch=1, norms=False, **turn):
         self.x = evaluated(normal(rng, batch, tokens, 32, dtype=dtype))
@@ -377,7 +377,7 @@ def test_the_buffers_are_updated_in_place(rng):
 
 
 def assert_one_append(run):
-    """What a layer gives is what it gives unpatched, by one kernel."""
+    """A layer's results are the same as unpatched, by one kernel."""
     expected = evaluated(run())
     mm.stats(reset=True)
     with mm.patched(linear=False):
@@ -409,7 +409,7 @@ def test_keys_that_two_caches_take(lenient, rng, second):
 
 
 def others(layer: Layer):
-    """Layers that turn otherwise, by what is different."""
+    """Layers that turn otherwise, by the difference."""
 
     def run(heads=layer.heads, before=lambda *turned: None, rope=(layer.rope, layer.rope), values=lambda v, q, k: v):
         def go():

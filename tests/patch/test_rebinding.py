@@ -78,7 +78,7 @@ def test_a_second_conversion_and_a_copy_change_nothing(inputs):
 
 
 def test_a_model_converted_under_the_patch(inputs):
-    """The patch may go: what it put in mx's place is not what a converted model holds."""
+    """The patch may go: a converted model does not hold the patch's functions."""
     model = tiny.build("qwen3-next-80b-a3b", mx.float32, 4)
     with mm.patched():
         mm.nn.convert(model)

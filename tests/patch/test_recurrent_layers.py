@@ -96,12 +96,12 @@ def test_what_one_launch_does_not_do_is_mlx_lms(rng, layer):
             found = layer(inputs, mask, cache)
             mx.eval(found)
             assert runs() == 0 and runs("gated_delta_inputs") == (name != "no cache"), name
-        seen = slice(0, 1 if mask is not None else None)  # what a hidden step gives is nobody's
+        seen = slice(0, 1 if mask is not None else None)  # results of hidden steps are unused
         assert_near(found[seen], expected[seen], name, LAYERS)
 
 
 def test_other_code_is_left_alone(rng, layer, monkeypatch):
-    """Of what the call rests on: a function of another text, a norm of another class, a convolution with a bias."""
+    """Code that the call rests on: a function of another text, a norm of another class, a convolution with a bias."""
     x = mx.array(rng.normal(size=(1, 2, 64)).astype(np.float32))
     state = filled(layer, x)
 
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_mlx_lm(rng, layer):
 
 @pytest.mark.parametrize("convert", [False, True], ids=["patched", "converted"])
 def test_a_token_takes_one_launch_between_the_projections(rng, layer, convert):
-    """With those of the projections: no copy of a view, and no operation of mx."""
+    """Beside the projections' launches: no copy of a view, and no operation of mx."""
     projections = 8 if is_kimi(layer) else 2 if isinstance(layer, qwen3_next.Qwen3NextGatedDeltaNet) else 4
     kernel = "gated_delta_token_apart_float16" if is_kimi(layer) else "gated_delta_token_float16"
     layer.set_dtype(mx.float16)

@@ -1,4 +1,4 @@
-"""Masks of rows that are padded on their left, in the place of which attention takes where each row's keys start."""
+"""Masks of rows that are padded on their left, which attention replaces by the first key of each row."""
 
 import mlx.core as mx
 import numpy as np
@@ -76,7 +76,7 @@ def test_another_mask_is_a_mask(rng, native):
 
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_a_padded_batch_in_a_cache(rng, native, kind):
-    """A prompt and tokens: each row is what it is alone, and exact rows have its bits."""
+    """A prompt and tokens: each row is near its result alone, and exact rows have its bits."""
     lengths, width, tokens = (7, 12, 1), 64, 9
     total = max(lengths)
     padding = [total - length for length in lengths]

@@ -274,7 +274,7 @@ ROWS = {
 @pytest.mark.parametrize("options", [{}, {"temp": 0.8, "top_k": 9, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("what", ROWS)
 def test_rows_of_a_batch_are_penalized_in_the_launches_of_the_draw(dtype, rng, what, options):
-    """As mlx-lm's batches do it, a row after the other: bit for bit what each row gives alone."""
+    """As mlx-lm's batches do it, a row after the other: bit for bit the results of each row alone."""
     logits = mx.array(3 * rng.standard_normal((3, 9000)).astype(np.float32)).astype(dtype)
     tokens = [mx.array(rng.integers(0, 9, n).astype(np.int32)) for n in (40, 7, 3)]
     mx.eval(logits, tokens)

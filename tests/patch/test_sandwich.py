@@ -119,7 +119,7 @@ def test_gemma_3_keeps_sums_in_float16_finite(rng):
 
 
 def test_a_sum_of_gemma_3_that_is_read_is_computed_once(rng):
-    """Where somebody holds what a layer gives, the norm after it has a launch of its own."""
+    """Where somebody holds a layer's result, the norm after it has a launch of its own."""
     model = build("gemma3_text", rng, mx.float16)
     x = mx.array(rng.standard_normal((1, 1, 64)).astype(np.float16))
     layer, norm = model.layers[0], model.model.norm

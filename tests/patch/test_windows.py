@@ -63,7 +63,7 @@ def test_masks_with_padding_are_mlx_lms_own():
 
 
 def test_an_earlier_mask_is_known_as_long_as_few_came_after(rng):
-    """A model makes one for each kind of its layers; those of before are taken as the arrays that they are."""
+    """A model makes one for each kind of its layers; earlier ones are taken as plain arrays."""
     q, k, v = heads(rng, 7, 7)
     masks = [_ext.window_mask(7, 0, window) for window in range(1, 8)]
     for window, mask in enumerate(masks, 1):
@@ -75,7 +75,7 @@ def test_an_earlier_mask_is_known_as_long_as_few_came_after(rng):
 @pytest.mark.parametrize("name", ["gemma-3-1b", "gpt-oss-20b"])
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_prompts_in_chunks_over_a_rotating_cache(name, chunk):
-    """Their window is 8: the mask of a chunk goes over what the cache still has."""
+    """Their window is 8: the mask of a chunk covers the keys that the cache still has."""
     model, prompt = tiny.build(name, mx.float32), [int(i) for i in np.arange(29) * 7 % 300]
     expected = tiny.tokens(model, prompt, 12, prefill_step_size=chunk)
     with mm.patched():
@@ -83,7 +83,7 @@ def test_prompts_in_chunks_over_a_rotating_cache(name, chunk):
 
 
 def steps(rng, rotating: cache.RotatingKVCache, lengths: list[int], together: int, drafts: int = 0) -> list[np.ndarray]:
-    """What attention sees after a prompt and then a few tokens at a time, evaluated so many steps at once.
+    """Results of attention for a prompt and then a few tokens at a time, evaluated `together` steps at once.
 
     Of several tokens as many as `drafts` are taken back, as far as the cache can be trimmed.
     """
@@ -189,7 +189,7 @@ def test_drafts_within_a_window_are_appended_in_place(tmp_path, batched, most, c
 
 
 def test_a_rotating_cache_that_is_shared_is_copied():
-    """What holds the keys of before keeps them, although the oldest is overwritten."""
+    """A holder of earlier keys keeps them, although the oldest is overwritten."""
     rotating = cache.RotatingKVCache(4)
     fresh = lambda i: mx.full((1, 2, 1, 64), float(i))
     with mm.patched():

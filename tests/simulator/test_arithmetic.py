@@ -9,7 +9,7 @@ import mlx_mittens as mm
 
 
 def run(source, x, **options):
-    """What a kernel writes for each element of x."""
+    """The number that a kernel writes for each element of x."""
     x = mx.array(x)
     kernel = mm.simulator.metal_kernel("arithmetic", ["x"], ["y"], f"uint i = thread_position_in_grid.x; {source}")
     sizes = {"grid": (x.size, 1, 1), "threadgroup": (x.size, 1, 1), "output_shapes": [x.shape]}

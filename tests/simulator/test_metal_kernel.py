@@ -1,4 +1,4 @@
-"""Kernels of mx.fast.metal_kernel in the simulator: what they compute, what is caught, what is refused."""
+"""Kernels of mx.fast.metal_kernel in the simulator: their results, caught faults, and refused calls."""
 
 import os
 import re
@@ -102,7 +102,7 @@ def test_views(by_rows):
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("stride", [1, 2, -1])
 def test_a_view_that_claims_more_than_its_memory_is_a_fault(stride, by_rows):
-    """Before any of it is copied: the process would read what is not its own."""
+    """Before any of it is copied: the process would read memory that is not its own."""
     a = mx.arange(10.0)
     mx.eval(a)
     for size in (1000, 40_000_000):
@@ -115,7 +115,7 @@ def test_a_view_that_claims_more_than_its_memory_is_a_fault(stride, by_rows):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_any_of_several_inputs_may_be_a_view(count):
-    """Their copies are larger than what the memory allocator keeps at hand: freed, they would not be the same."""
+    """Their copies are larger than the memory allocator's cache: freed, they would not be the same."""
     names = [f"in{i}" for i in range(count)]
     source = "uint i = thread_position_in_grid.x; out[i] = " + " + ".join(f"{name}[i]" for name in names) + ";"
     for which in range(count):
@@ -440,7 +440,7 @@ def test_a_whole_kernel_as_the_source_is_said(head):
         mx.eval(run(f"// kernel void\n{head}\n  out[0] = 1;\n}}\n", [mx.zeros(9)]))
 
 
-# What a Mac takes, however newer than C++14 or unlike this package's own style it is.
+# Code that a Mac takes, however newer than C++14 or unlike this package's own style it is.
 A_MAC_TAKES = {
     "a comment that is not ASCII": ("// caf\u00e9\n", "out[0] = 7;  /* \u2192 */"),
     "a constant as the size of an array": ("constant int N = 4;\n", "float x[N]; x[3] = 7; out[0] = x[3];"),

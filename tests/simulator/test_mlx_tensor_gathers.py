@@ -150,7 +150,7 @@ def test_products_in_parts_of_k(rng):
 def test_a_barrier_that_simdgroups_meet_in_two_copies(rng):
     """If rows fill one SIMD-group's tile and not the next one's, they run different copies of the loop over k.
 
-    Metal's specification wants every thread at the same barrier; a GPU counts those that have come.
+    Metal's specification wants every thread at the same barrier; a GPU counts arrivals.
     """
     m, n, k = 40, 64, 64
     file = mlx_kernel(
@@ -175,7 +175,7 @@ def gated_delta(q, k, v, state, g, beta):
 
 
 def test_gated_delta(rng):
-    """Lanes read each other's sums of gates without a barrier: a race, of which a SIMD-group in step shows nothing."""
+    """Lanes read each other's sums of gates without a barrier: a race that a SIMD-group in step does not show."""
     length, of_keys, of_values, key_heads, heads = 20, 32, 64, 1, 2
     file = mlx_kernel(
         "nax_gated_delta.metal",

@@ -1,7 +1,7 @@
 """MLX's gradients of gated delta on matrix units, in the simulator, against float64.
 
-Buffers and grids are those of MLX 0.32.4's host library: the gradient runs the forward kernel again, which saves the
-state before every so many chunks of 16 tokens, three matrices a chunk, and what each token adds to the state.
+Buffers and grids follow MLX 0.32.4's host library: the gradient runs the forward kernel again, which saves the state
+every few chunks of 16 tokens, three matrices a chunk, and each token's addend to the state.
 """
 
 import ml_dtypes
@@ -74,7 +74,7 @@ def drawn(rng):
 
 
 def forward(name, q, k, v, state, g, beta, every):
-    """What MLX saves: states before every so many chunks, matrices and additions of a chunk."""
+    """Arrays that MLX saves: states every few chunks, matrices and additions of a chunk."""
     length = q.shape[1]
     chunks = -(-length // CHUNK)
     file = mlx_kernel(

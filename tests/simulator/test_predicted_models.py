@@ -1,4 +1,4 @@
-"""Whole models in a block of `predicted`: launches of ours, those that MLX would make, and what is left out."""
+"""Whole models in a block of `predicted`: our launches, MLX's launches, and operations that are left out."""
 
 import contextlib
 from collections import Counter
@@ -76,7 +76,7 @@ def test_norms_that_add_one_to_their_weights_are_part_of_the_append():
     """Gemma 3 norms heads of queries and keys, over rotating caches in all layers but one."""
     counts = names(token(patched=True, name="gemma-3-1b", dtype=mx.bfloat16))
     assert starting(counts, "rope_append_normed") == 2
-    assert counts["Add"] == 0 and counts["AsType"] <= 1  # that of the embedding's scale
+    assert counts["Add"] == 0 and counts["AsType"] <= 1  # from the embedding's scale
 
 
 def test_a_layer_more_takes_as_many_launches_and_as_much_time_more():
@@ -128,7 +128,7 @@ def test_functions_are_what_they_were_after_the_block():
 
 
 def test_a_map_is_limited_by_the_bytes_that_it_moves():
-    """16 MB each way through the 409.6 GB/s of an M2 Max, of which a Max reaches 93 %; the scalar is read once."""
+    """16 MB each way through the 409.6 GB/s of an M2 Max, where 93 % is reached; the scalar is read once."""
     (launch,) = predicted(lambda x: x * 3, mx.ones((1 << 22,)))
     assert launch.name == "Multiply" and launch.prediction.limit == "device memory"
     assert launch.prediction.microseconds == pytest.approx(2 * 4 * (1 << 22) / (0.926 * 409.6e3) + 2.5, rel=0.05)

@@ -146,7 +146,7 @@ def test_no_prediction_of_matrices_is_above_the_peak_of_the_chip():
     ("operands", "dtype"), [("float", "float32"), ("half", "float16"), ("bfloat", "bfloat16"), ("mixed", "float32")]
 )
 def test_the_type_of_a_product_is_that_of_its_fragments(operands, dtype):
-    """The kernel's name says none; half operands beside those of float are multiplied as floats."""
+    """The kernel's name says none; half operands beside float ones are multiplied as floats."""
     a, b = ("half", "float") if operands == "mixed" else (operands, operands)
     body = (
         f"simdgroup_matrix<{a}, 8, 8> a = make_filled_simdgroup_matrix<{a}, 8, 8>({a}(x[0]));\n"
@@ -203,7 +203,7 @@ def test_loops_run_as_often_as_the_simulator_counts(name):
 
 @needs_compilers
 def test_a_copy_is_limited_by_memory():
-    """16 MB through the 400 GB/s of an M2 Max, of which a Max reaches 93 %."""
+    """16 MB through the 400 GB/s of an M2 Max, where 93 % is reached."""
     launch = predict("y[i] = x[i];", outputs=1 << 21, inputs=1 << 21, threads=1024)
     assert launch.prediction.limit == "device memory"
     assert launch.work.lines == 2 * (1 << 21) * 4 / 128

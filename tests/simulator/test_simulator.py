@@ -1,4 +1,4 @@
-"""How the simulator runs a grid: threads, barriers, thread orders; and what it says of kernels that never end."""
+"""How the simulator runs a grid: threads, barriers, thread orders; and its message on kernels that never end."""
 
 import threading
 
@@ -223,7 +223,7 @@ def test_compare_exchange(atomic_file):
     assert (out == 3).sum() == 1 and (out == 0).sum() == 63 and out[owner[0] - 1] == 3
 
 
-# A barrier or a simd operation that some threads miss, and what the message must name; ":2" is a line of the body.
+# A barrier or a simd operation that some threads miss, and words that the message must have; ":2" is a body's line.
 DIVERGENT = {
     "early_return": (
         "  if (i == 40) { return; }\n  threadgroup_barrier(mem_flags::mem_threadgroup);\n  out[i] = 1;",
@@ -296,7 +296,7 @@ CONVERGENT = {
 
 @pytest.fixture(scope="module")
 def divergence_file():
-    """All kernels, compiled at once; the lines that the messages name are those of a text with one alone."""
+    """All kernels, compiled at once; messages name the lines of a text with one kernel alone."""
     bodies = {**{name: body for name, (body, _) in DIVERGENT.items()}, **CONVERGENT}
     return register("".join(f"#line 3\n{kernel(body, OUT, name)}" for name, body in bodies.items()))
 
@@ -324,7 +324,7 @@ def _in_rounds(rounds):
     return sum(1000**at * (496 - sum(range(k, 32, 3))) for at, k in enumerate(reversed(rounds)))
 
 
-# Operations of the lanes that are at them, by Metal's rule: what the lanes of a simdgroup get.
+# Operations of the lanes that reach them, by Metal's rule: the results in the lanes of a simdgroup.
 ACTIVE = {
     "sum": ("  if (lane < 7) { out[i] = simd_sum(lane + 1); }", [28] * 7),
     "sum_of_scattered_lanes": (

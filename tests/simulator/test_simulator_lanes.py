@@ -1,4 +1,4 @@
-"""What the lanes of a simdgroup and of a quad hand each other, against numpy, in several thread orders."""
+"""Exchanges between the lanes of a simdgroup and of a quad, against numpy, in several thread orders."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def quads(f):
     return lambda x: np.repeat(np.array([f(q) for q in x.reshape(8, 4)]), 4)
 
 
-# Of x, an int in every lane: the Metal expression, and what the lanes are to have.
+# For x, an int in every lane: the Metal expression, and the lanes' expected values.
 INTEGER = {
     "simd_sum(x)": lambda x: np.full(32, x.sum()),
     "simd_product(x % 3 + 1)": lambda x: np.full(32, (np.fmod(x, 3) + 1).prod(dtype=np.int32)),
@@ -175,7 +175,7 @@ def test_simdgroups_are_apart(integer_file, rng):
 
 
 def test_many_operations_in_a_row(rng):
-    """A fast lane's next value must not overtake what a slow lane has yet to read."""
+    """A fast lane's next value must not overtake a value that a slow lane has yet to read."""
     body = """  int x = in[i];
   for (int k = 0; k < 50; ++k) {
     x = simd_shuffle_xor(x, k % 32) + simd_shuffle_rotate_up(x, 1) * 3;

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (a line a kernel)
-"""Arrays of a thread's own: an index beyond one is a fault, by the array's size; what stays within is none."""
+"""Arrays of a thread's own: an index beyond one is a fault, by the array's size; an access within it is none."""
 
 import functools
 import re
@@ -183,7 +183,7 @@ def test_arrays_that_are_sound(name):
     launch_private(SOUND[name], 4)
 
 
-# Through a pointer the compiler knows no size, and the watcher sees what lies around the array.
+# Through a pointer the compiler knows no size, and the watcher checks the fence around the array.
 BY_POINTER = """inline void put(thread float* v, int k) { v[k] = 1; }
 inline float get(const thread half4* v, int k) { return v[k].y; }
 """

@@ -22,7 +22,7 @@ MACROS = """
 
 
 class Plant:
-    """What the message must say, a faulty body, and a sound one that differs as little as it can."""
+    """Words that the message must have, a faulty body, and a sound one that differs as little as it can."""
 
     def __init__(self, words, faulty, sound):
         self.words, self.faulty, self.sound = words, dedent(faulty).strip(), dedent(sound).strip()

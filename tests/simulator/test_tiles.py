@@ -64,7 +64,7 @@ def test_load_and_store(rng, name, dtype, space):
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 24), (8, 8), (9, 17), (16, 23), (0, 5), (16, 24)])
 def test_ragged_edges(rng, rows, columns):
-    """What is outside is neither read nor written: the arrays end there."""
+    """Elements outside are neither read nor written: the arrays end there."""
     x, y = draw(rng, max(rows, 1), max(columns, 1)), np.full((16, 24), np.nan, np.float32)
     declared = "Tile<float, 2, 3> tile;"
     body = declared + "load(tile, x, size[2], size[0], size[1], -7.0f, lane); store<float>(tile, y, 24, lane);"
@@ -93,7 +93,7 @@ def test_a_store_past_the_edge_is_seen(rng):
 @pytest.mark.parametrize("name, dtype", TYPES.items())
 @pytest.mark.parametrize("transpose", [False, True], ids=["ab", "abt"])
 def test_products(rng, name, dtype, transpose):
-    """[16, 40] by [40, 24], either as it is or transposed, added to what is there."""
+    """[16, 40] by [40, 24], either as it is or transposed, added to the output's contents."""
     inner = 40
     a = draw(rng, 16, inner, dtype=dtype)
     b = draw(rng, *((24, inner) if transpose else (inner, 24)), dtype=dtype)
@@ -139,7 +139,7 @@ OF_ROWS = "if (tile_column(lane) == 0) { for (uint r = 0; r < 2; ++r) { y[r * 8 
 
 @pytest.mark.parametrize("start", [-1e30, 0.5])
 def test_reductions(rng, start):
-    """Of rows, together with what is there already."""
+    """Of rows, starting from earlier values."""
     rows = f"RowValues<2> values; fill(values, float({start}));"
     x, y = on_tile(rng, rows + "row_max(x, values);", (16,), OF_ROWS)
     np.testing.assert_array_equal(y, np.maximum(x.max(1), np.float32(start)))

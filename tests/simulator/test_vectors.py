@@ -23,7 +23,7 @@ def run(body, grid=8):
     return np.array(kernel(inputs=[mx.arange(32.0).reshape(8, 4)], **sizes)[0])
 
 
-# What the first row becomes; that of x is 0, 1, 2, 3.
+# Results of the first row, where x has 0, 1, 2, 3.
 VALUES = {
     "a comparison": ("p[i] = float4(q[i] < 2);", [1, 1, 0, 0]),
     "a comparison by casts": ("p[i] = q[i] * float4(int4(q[i] < 2)) + static_cast<float4>(q[i] > 1) + (float4)(q[i] == 0);", [1, 1, 1, 1]),

@@ -70,7 +70,7 @@ def includes(folder: str) -> dict[str, set[tuple[str, str]]]:
 def included(folder: str) -> dict[str, set[str]]:
     """The folders that each folder of C++ includes files of, but for itself."""
     known = subfolders(folder)
-    # Every file may register bindings; what is behind that header is no part of the layers.
+    # Every file may register bindings; the files behind that header are no part of the layers.
     return {
         own: {top for top, rest in files if (top, rest) not in REGISTRY and top in known} - {own}
         for own, files in includes(folder).items()
@@ -123,7 +123,7 @@ def test_the_documentation_has_every_folder_of_tests():
 
 
 def test_the_documentation_has_every_executor():
-    """Beside those that a machine may have, the recorder, which stands in for Metal's on Linux."""
+    """Beside the executors of machines it has the recorder, which stands in for Metal's on Linux."""
     table = rows("name | source | how it runs the kernel", "## Executors")
     assert {name for name, _, _ in table} == set(mm.executors()) - {"native"} | {"recorder"}
     assert [path for _, sources, _ in table for path in folders(sources) if not (ROOT / path).exists()] == []
@@ -233,7 +233,7 @@ def readers(files: dict[str, str]) -> set[tuple[str, str]]:
 
 
 def test_native_code_alone_asks_for_data():
-    """Under MLX's CUDA build that moves an array that a launch is about to write, and frees what it lay in."""
+    """Under MLX's CUDA build that moves an array that a launch is about to write, and frees its old memory."""
     ops = ROOT / "csrc" / "ops"
     files = {path.relative_to(ops).as_posix(): path.read_text() for path in ops.rglob("*.*")}
     of_the_simulator = files.pop("custom/metal_kernel.cpp")

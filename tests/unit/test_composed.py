@@ -1,4 +1,4 @@
-"""What an op without native code runs on the CPU: mx's operations, in an evaluation that is on its way."""
+"""An op without native code on the CPU: it runs mx's operations, in an evaluation that is on its way."""
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +14,7 @@ from mlx_mittens.specs import Case
 pytestmark = pytest.mark.usefixtures("native")
 
 
-# What the gradients of an op run. Every other case runs the op alone.
+# Ops that the gradients of an op run. Every other case runs the op alone.
 GRADIENTS = {
     "rms_norm": {"rms_norm_vjp"},
     "layer_norm": {"layer_norm_vjp"},
@@ -52,7 +52,7 @@ COMPOSED_ALONE = {"block_masked_mm"}
 
 
 def ran(executor: str) -> set[str]:
-    """The ops of which a kernel ran on an executor, as "native composed", since counting was reset."""
+    """The ops that ran a kernel on an executor, as "native composed", since counting was reset."""
     return {op for op, counts in mm.stats().items() if any(kernel.startswith(executor) for kernel in counts["kernels"])}
 
 
@@ -72,7 +72,7 @@ def composed():
 
 
 def beside_native(function, *arrays):
-    """What a function makes of arrays with compositions, then with native code."""
+    """A function's results with compositions, then with native code."""
     ours = function(*arrays)
     mx.eval(ours)
     _ext.prefer_composed(False)
@@ -130,7 +130,7 @@ def test_what_is_composed_of_itself_runs_native_code_inside(composed, name):
 
 @pytest.mark.parametrize("name", OF_THEMSELVES)
 def test_a_composition_that_does_not_end_is_named(composed, name):
-    """As that of an op which calls itself and has no native code."""
+    """As in an op which calls itself and has no native code."""
     _ext.prefer_composed(True, nested=True)
     primitive = "Mittens" + "".join(word.capitalize() for word in name.split("_"))
     with pytest.raises(RuntimeError, match=rf"\[{primitive}\] composed\(\) calls the op itself, which has no native"):
@@ -196,7 +196,7 @@ def test_in_vmap(composed, rng, axis):
 
 
 def test_evaluated_inside_of_a_gradient(composed, rng):
-    """What is evaluated there keeps its graph, and stays what it is for the gradient."""
+    """Arrays evaluated there keep their graph, and stay valid for the gradient."""
     x = mx.array(rng.standard_normal((8, 64)).astype(np.float32))
 
     def loss(x):
@@ -213,7 +213,7 @@ def test_evaluated_inside_of_a_gradient(composed, rng):
 
 
 def test_operations_wait_for_those_that_they_read(composed, rng):
-    """A chain of ops, ours and mx's, each of which reads what the one before has not computed yet."""
+    """A chain of ops, ours and mx's. Each reads a result that the one before has not computed yet."""
     x = mx.array(rng.standard_normal((64, 512)).astype(np.float32))
     chain = lambda x: mm.softmax(mm.rms_norm(x * 2, None, 1e-5) + mm.layer_norm(x, None, None, 1e-5), axis=-1)
     y = x
@@ -229,7 +229,7 @@ def test_operations_wait_for_those_that_they_read(composed, rng):
 
 
 def test_inputs_stay_as_they_are(composed, rng):
-    """Also those that an op might take over."""
+    """Also buffers that an op might take over."""
     x = mx.array(rng.standard_normal((8, 64)).astype(np.float32))
     kept = x * 1
     y, total = mm.add_rms_norm(x, x, None, 1e-5)
@@ -241,13 +241,13 @@ def test_inputs_stay_as_they_are(composed, rng):
 def test_the_workspace_of_split_rows_is_there(composed, rng):
     x = mx.array(rng.standard_normal((1, 90001)).astype(np.float32))
     wide = specs.widen(x)
-    right = wide / np.sqrt(np.mean(wide * wide) + 1e-5)  # mx's sum of so many squares is off by more than SUM
+    right = wide / np.sqrt(np.mean(wide * wide) + 1e-5)  # mx's sum of this many squares is off by more than SUM
     assert_near(mm.rms_norm(x, None, 1e-5), right, "a split row", SUM)
     assert composed() == {"rms_norm"}
 
 
 def test_norms_of_a_number_that_outweighs_its_row(composed):
-    """What its square leaves about the mean of squares is all but one number alike, and rounds as equal numbers do."""
+    """All other squares are alike, so their sum rounds as a sum of equal numbers does."""
     x = mx.array(np.append(np.full(4095, 0.3), 1e4).astype(np.float32))
     for wide, norm in (
         (specs.widen(x), lambda: mm.rms_norm(x, None, 1e-5)),

@@ -1,4 +1,4 @@
-"""The counts on the pages of docs/kernels are those of the kernels as they are."""
+"""The counts on the pages of docs/kernels agree with today's kernels."""
 
 import re
 import runpy
@@ -18,7 +18,7 @@ LOADED_AND_STORED = re.compile(r"^(\| (?:MLX: )?`\w+` \| [^|]+ \|) [\d,]+ \| [\d
 
 
 def of_any_compiler(rows: str) -> str:
-    """Rows without bytes loaded and stored: a compiler merges accesses and leaves out those that it does not need.
+    """Rows without bytes loaded and stored: a compiler merges accesses and leaves out accesses that it does not need.
 
     Barriers, SIMD and matrix operations and threadgroup arrays are calls of the simulator, which it has to leave alone.
     """

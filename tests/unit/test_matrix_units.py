@@ -1,4 +1,4 @@
-"""An Apple GPU with matrix units, as the M5 has them: what goes to mx there, whose kernels use them."""
+"""An Apple GPU with matrix units, as the M5 has them: calls that go to mx there, whose kernels use them."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ HALF, FULL = mx.float16, mx.float32
 
 @pytest.fixture
 def m5(native, lenient, rng):
-    """The simulator in the place of an M5; gives what was launched when it is called."""
+    """The simulator in the place of an M5; a call gives the launches."""
     with mm.simulator.enabled(seed=int(rng.integers(1, 2**31)), gpu="m5"):
         _ext.simulator_record(True)
         mm.stats(reset=True)

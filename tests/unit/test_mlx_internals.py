@@ -1,4 +1,4 @@
-"""What rests on private parts of MLX turns itself off where MLX or mlx-lm is not the known one; ops keep working."""
+"""Features on private parts of MLX turn themselves off where MLX or mlx-lm is not the known one; ops keep working."""
 
 import importlib.metadata
 import importlib.util
@@ -53,7 +53,7 @@ print(json.dumps([mx.abs(patched - plain).max().item(), kernels, _ext.mlx_intern
 """
 
 
-# Imports all models of the mlx-lm that is found first: a patch looks at what is loaded. Importing olmo ends the process
+# Imports all models of the mlx-lm that is found first: a patch looks at loaded modules. Importing olmo ends the process
 # where its own package is missing.
 ALL_MODELS = """
 import importlib, pkgutil, mlx_lm.generate, mlx_lm.models, mlx_lm.server
@@ -65,7 +65,7 @@ assert mlx_lm.__version__ == {version!r}, mlx_lm.__file__
 
 
 def tokens(internals: str, before: str = "", folder: pathlib.Path | None = None) -> tuple[float, dict[str, int], str]:
-    """What TOKENS prints; `before` runs first, with the packages in `folder` before those that are installed."""
+    """The output of TOKENS; `before` runs first, with the packages in `folder` before installed ones."""
     environment = {**os.environ, "MLX_MITTENS_INTERNALS": internals, **({"PYTHONPATH": str(folder)} if folder else {})}
     done = subprocess.run([sys.executable, "-c", before + TOKENS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -222,7 +222,7 @@ def test_elements_near_the_largest_float(op, executor, rng, vjp, columns):
             ours, twin, terms = specs.widen(a), specs.widen(b), c.value if c.magnitude is None else c.magnitude
             numbers = np.isfinite(twin)
             assert np.isfinite(ours[numbers]).all(), f"{dtype}: {(~np.isfinite(ours) & numbers).sum()} are no numbers"
-            # What has nearly all of the variance has a gradient that cancels to a part in `columns`.
+            # A number with nearly all of the variance has a gradient that cancels to a part in `columns`.
             rounding = units(16, dtype) + units(columns, mx.float32)
             near = np.broadcast_to(np.abs(terms).max(-1, keepdims=True) * rounding, ours.shape)
             off, allowed = (np.abs(values - c.value)[numbers] for values in (ours, twin))

@@ -1,4 +1,4 @@
-"""What the plans decide on several GPUs, pinned: a change of a plan shows here, line by line.
+"""Decisions of the plans on several GPUs, pinned: a change of a plan shows here, line by line.
 
 `PYTHONPATH=tests python -m unit.test_plans --write` writes the file anew.
 """
@@ -193,7 +193,7 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
 
 
 def decision(call: Call, gpu: str) -> str:
-    """The launches that a call comes to, none of which runs; or why it goes to mx."""
+    """The launches of a call, without running any; or why it goes to mx."""
     reasons: list[str] = []
 
     def unless_for_mx() -> object:
@@ -281,7 +281,7 @@ def test_what_no_plan_is_for(native):
     ],
 )
 def test_the_gpu_of_a_mac(name, architecture, cores, expected):
-    """Known chips by name and cores; what is newer than the table by its architecture."""
+    """Known chips by name and cores; chips newer than the table by their architecture."""
     gpu = gpus.of_mac(name, architecture, cores)
     assert (gpu.name, gpu.generation, gpu.tier, gpu.cores) == expected
     assert gpu.vendor == "apple" and (gpu.bandwidth_GBps > 0) == (gpu.name in gpus.names() or "M4" in name)

@@ -14,7 +14,7 @@ GROUPED = [f"tests/verification/{name}::test_{i}" for name in scheduling.TOGETHE
 
 
 class Worker:
-    """One that starts a test only if it knows the next or that there is none, as those of pytest-xdist do."""
+    """One that starts a test only if it knows the next or that there is none, as pytest-xdist's do."""
 
     def __init__(self):
         self.gateway = SimpleNamespace(id="gw")

@@ -24,7 +24,7 @@ TWICE = [
 
 
 def later(call, step: int) -> dict[str, int]:
-    """Other sizes of a call: of words and groups, which share a column, multiples of what they are."""
+    """Other sizes of a call: words and groups, which share a column, get multiples of their sizes."""
     sizes = dict(call.sizes)
     for i, (name, size) in enumerate(sizes.items()):
         if name == "width" and "freqs" in call.arguments:
@@ -52,7 +52,7 @@ def test_results(call, rng):
 
 def differentiated(call, derive):
     """A function of a call's arrays, with tangents and cotangents behind them; `derive` gets the call as a function of
-    its differentiable arrays, these, and what is behind."""
+    its differentiable arrays, these, and the arguments behind."""
     names = call.differentiable()
     places = [list(call.arguments).index(name) for name in names]
     count = len(call.arguments)

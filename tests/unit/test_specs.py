@@ -35,7 +35,7 @@ def test_gradients_that_training_takes_are_timed_and_right(name, native):
     """Of the whole table's options, on small shapes: of x, and of dense weights."""
     op = specs.get(name)
     timed = [case for case in op.cases if case.vjp]
-    assert timed and all(case.cpu_only for case in timed)  # a GPU leaves so many rows to mx
+    assert timed and all(case.cpu_only for case in timed)  # a GPU leaves this many rows to mx
     for i, case in enumerate(timed):
         shape = (24, *case.shape[1:2], 4, 64, 64) if name.startswith("gather") else (24, 64, 64)
         small = replace(case, shape=shape)

@@ -1,4 +1,4 @@
-"""`mm.supports` says what stats() counts once the call has run: for every op of the table, and its gradients."""
+"""`mm.supports` predicts the counts of stats() after the call: for every op of the table, and its gradients."""
 
 import math
 import os
@@ -132,7 +132,7 @@ def test_wrong_arguments(native):
         mm.supports("softmax", shapes=[(4, 8)], axes=1)
 
 
-# What is switched off
+# Ops that are switched off
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Limits on errors stand in helpers/tolerances.py, and what they are follows from the types."""
+"""Limits on errors stand in helpers/tolerances.py, and their values follow from the types."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from helpers.support import TESTS
 
 from mlx_mittens import specs
 
-# Comparisons of numpy's, of mx's, of Python's and of those that tests share; limits come after two values, or by name.
+# Comparisons of numpy's, of mx's, of Python's and of the tests' helpers; limits come after two values, or by name.
 # pytest.approx is none of them: it compares predicted times and counts of instructions, not results of kernels.
 COMPARISONS = ("allclose", "assert_allclose", "isclose", "assert_near")
 BY_DIGITS = (

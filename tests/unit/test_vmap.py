@@ -11,7 +11,7 @@ import mlx_mittens as mm
 
 SIZE = 2
 MOST_NAMES = 12  # of more arguments one, all but one, and all are mapped
-# Where the new axis is, of so many axes.
+# Position of the new axis, by the number of axes.
 PLACES = {"first": lambda axes: 0, "last": lambda axes: axes - 1, "negative": lambda axes: -(axes // 2) - 1}
 
 

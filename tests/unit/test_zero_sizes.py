@@ -108,7 +108,7 @@ def check(call, zeros, covered):
 
 
 def child(executor: str, first: int):
-    """Prints the number of each case before it runs, and after it what is wrong, if anything."""
+    """Prints the number of each case before it runs, and after it its mistakes, if any."""
     mx.set_default_device(mx.cpu)
     for number, (call, zeros) in enumerate(CASES[first:], first):
         faulthandler.dump_traceback_later(SECONDS, exit=True)

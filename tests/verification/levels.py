@@ -47,7 +47,7 @@ class Level:
         name: As the documentation has it.
         shows: The property that it proves of a variant.
         verified: Runs the check; returns the variants that pass.
-        missing: What keeps it from being done here, or an empty string.
+        missing: The reason that it cannot be done here, or an empty string.
         concerned: The variants that are to pass: all, only the ones that NVIDIA's plans launch, or that Mesa compiles.
     """
 
@@ -145,7 +145,7 @@ def idle_threads() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a kernel takes on an NVIDIA GPU, by bench/results/registers.md: registers of a thread, the rest in bytes."""
+    """Resources of a kernel on an NVIDIA GPU, by bench/results/registers.md: registers of a thread, others in bytes."""
 
     registers: int
     spills: int
@@ -244,7 +244,7 @@ LEVELS = (
     ),
 )
 
-# Levels that need a machine that is not here; bench/results says what they showed.
+# Levels that need a machine that is not here; bench/results has their results.
 ELSEWHERE = (
     ("GPU", "on an NVIDIA GPU it is right, and clean under compute-sanitizer", "`bench/results`"),
     ("Mac", "`mlx-mittens doctor` passes on an Apple GPU", "**no: no Mac has run this yet**"),

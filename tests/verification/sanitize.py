@@ -4,8 +4,8 @@
     python tests/verification/sanitize.py address --instructions avx512    one part of that
     python tests/verification/sanitize.py thread     ThreadSanitizer, on the tests of threads
 
-The environment that runs this needs GCC, and what builds and tests the package: `pip install -e ".[cpu,test]"`, with
-scikit-build-core and nanobind. The build and a virtual environment for it lie in ~/.cache/mlx-mittens/sanitize.
+The environment that runs this needs GCC, and packages to build and test this one: `pip install -e ".[cpu,test]"`,
+with scikit-build-core and nanobind. The build and a virtual environment for it lie in ~/.cache/mlx-mittens/sanitize.
 The first report ends the run.
 """
 

@@ -1,4 +1,4 @@
-"""What differs between releases of mlx, beside the one that is installed: the quick tests run beside several."""
+"""Differences between releases of mlx: the quick tests run beside several, not only the installed one."""
 
 import dataclasses
 import importlib.metadata

@@ -144,7 +144,7 @@ def test_rows_that_share_keys(rng, executor, ratio, width, keys, splits):
 
 @pytest.mark.parametrize("key", [0, 31, 500, 1030, 1099])
 def test_a_key_that_outweighs_all_others(rng, executor, key):
-    """Wherever it lies among the splits: what others have summed up counts for nothing beside it."""
+    """Wherever it lies among the splits: the sums of others count for nothing beside it."""
     q, k, v = (draw(rng, (1, 1, n, 256), mx.float32, outliers=False) for n in (1, 1100, 1100))
     k[0, 0, key] = q[0, 0, 0] * (300 * 16 / mx.sum(q * q))
     y = mm.scaled_dot_product_attention(q, k, v, scale=1 / 16)
@@ -229,7 +229,7 @@ def test_rows_that_see_no_key_are_zero(rng, dtype, executor, queries, sinks):
 @pytest.mark.parametrize("how", ["causal", "bool", "additive"])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_gradients_of_rows_that_see_no_key(rng, native, how, sinks):
-    """Theirs are 0, and the gradients of keys, values and sinks are those of the other rows."""
+    """Theirs are 0, and the gradients of keys, values and sinks come from the other rows."""
     q, k, v = inputs(rng, (1, 2, 1, 9, 6, 16), mx.float32, outliers=False)
     arrays = [q, k, v] + ([draw(rng, (2,), mx.float32)] if sinks else [])
     seen = np.arange(6) <= np.arange(-3, 6)[:, None]
@@ -360,7 +360,7 @@ def test_rows_that_see_nothing_are_finite(rng, dtype, executor, queries, width, 
 
 
 def test_the_end_of_a_cache_does_not_matter(rng, dtype, executor):
-    """Keys after those of a view, which share the last tile with them."""
+    """Keys after a view's end, which share the last tile with it."""
     for queries, width, keys in ((1, 64, 37), (4, 128, 37), (24, 64, 53), (24, 80, 53)):
         q, k, v = inputs(rng, (1, 4, 2, queries, keys, width), dtype, outliers=False)
         room = mx.full((1, 2, 64 - keys, width), float("nan"), dtype)
@@ -394,7 +394,7 @@ def test_gradients_of_what_sees_nothing_hidden(rng, native, how):
 
 @pytest.mark.parametrize("what", ["cotangent", "value"])
 def test_gradients_of_what_a_row_that_is_not_finite_does_not_see(rng, native, what):
-    """Two blocks of rows, each with its own keys: what is not finite in one leaves the other's gradients alone."""
+    """Two blocks of rows, each with its own keys: infinities and NaN in one leave the other's gradients alone."""
     q, k, v = inputs(rng, (1, 2, 1, 4, 4, 16), mx.float32, outliers=False)
     seen = np.kron(np.eye(2, dtype=bool), np.ones((2, 2), bool))
     mask = mx.array(np.where(seen, 0, -np.inf)).astype(mx.float32)
@@ -423,7 +423,7 @@ def test_gradients_of_what_a_row_that_is_not_finite_does_not_see(rng, native, wh
 @pytest.mark.parametrize("how", HIDES)
 @pytest.mark.parametrize("what", ["key of -inf", "key of NaN", "values"])
 def test_vmap_over_sinks_of_what_is_not_finite(rng, native, how, what):
-    """A composition of mx's operations has what the op has of keys and values that some rows see."""
+    """A composition of mx's operations equals the op for keys and values that some rows see."""
     queries, keys = 9, 30
     hidden = hidden_keys(rng, how, queries, keys, mx.float32)
     q, k, v = inputs(rng, (1, 2, 1, queries, keys, 16), mx.float32, outliers=False)

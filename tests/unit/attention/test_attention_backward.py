@@ -89,7 +89,7 @@ def test_against_float64(rng, dtype, executor, shape, mask):
 @pytest.mark.parametrize("window", [1, 9])
 @pytest.mark.parametrize("queries, keys", [(40, 40), (50, 30)])
 def test_window(rng, executor, window, queries, keys):
-    """Blocks of which rows see a part; with more queries than keys, rows that see none."""
+    """Blocks that rows see in part; with more queries than keys, rows that see none."""
     shape = (1, 2, 1, queries, keys, 64)
     q, k, v = inputs(rng, shape, mx.float32, outliers=False)
     dy, mask = draw(rng, q.shape, mx.float32, False), mask_of(rng, "bool", shape, mx.float32)
@@ -102,7 +102,7 @@ def test_window(rng, executor, window, queries, keys):
     "shape", [(37,), (9, 1), (1, 9, 37), (4, 1, 37), (2, 1, 9, 37), (2, 4, 9, 37), (1, 1)], ids=str
 )
 def test_masks_that_are_broadcast(rng, executor, shape):
-    """A mask's gradient is a sum over what it is broadcast to."""
+    """A mask's gradient is a sum over the axes that it is broadcast along."""
     q, k, v = inputs(rng, (2, 4, 2, 9, 37, 64), mx.float32, outliers=False)
     dy, mask = draw(rng, q.shape, mx.float32, False), draw(rng, shape, mx.float32, False)
     found = gradients(q, k, v, dy, 0.125, mask)
@@ -155,7 +155,7 @@ def test_some_gradients_alone(rng, executor, what):
 @pytest.mark.parametrize("seen", ["bool", "additive"])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_that_see_no_key(rng, dtype, executor, seen, sinks):
-    """They have no gradients but that of their sink, which is 0 too, and give none."""
+    """They have no gradients but their sink's, which is 0 too, and give none."""
     q, k, v = inputs(rng, (1, 2, 1, 20, 30, 64), dtype, outliers=False)
     visible = rng.random((20, 30)) < 0.5
     visible[3:14] = False
@@ -169,7 +169,7 @@ def test_rows_that_see_no_key(rng, dtype, executor, seen, sinks):
 @pytest.mark.parametrize("how", HIDES)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_hidden_does_not_matter(rng, dtype, executor, how, value):
-    """Keys and values that a row does not see may hold anything; those of rows that see them are NaN."""
+    """Keys and values that a row does not see may hold anything; rows that see them have NaN."""
     queries, keys = 24, 40
     hidden = hidden_keys(rng, how, queries, keys, dtype)
     q, k, v = inputs(rng, (1, 2, 1, queries, keys, 64), dtype, outliers=False)
@@ -188,7 +188,7 @@ def test_what_is_hidden_does_not_matter(rng, dtype, executor, how, value):
 
 
 def test_queries_that_are_not_finite(rng, executor):
-    """They spoil their own gradient and those of the keys that they see."""
+    """They spoil their own gradient and the gradients of the keys that they see."""
     q, k, v = inputs(rng, (1, 2, 1, 40, 40, 64), mx.float32, outliers=False)
     dy = draw(rng, q.shape, mx.float32, False)
     right = exact_gradients(q, k, v, dy, 0.125, "causal")

@@ -1,4 +1,4 @@
-"""What the attention kernels move and multiply, counted by the simulator, against the least that their tiles need."""
+"""Bytes and products of the attention kernels, counted by the simulator, against the least that their tiles need."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def attend(arrays, **options):
 
 
 def prompt(counted, arrays, **options):
-    """Of the kernel that reads keys and values; what splits leave may be put together by another."""
+    """Of the kernel that reads keys and values; another may join the results of splits."""
     return counted(attend(arrays, **options))[0]
 
 
@@ -83,7 +83,7 @@ def test_a_row_that_sees_nothing_costs_nothing(rng, counted):
 )
 @pytest.mark.parametrize("heads", [2, 8])
 def test_nan_that_all_rows_see_costs_little(rng, counted, heads, queries, width, what):
-    """What is NaN whatever else a row sees is not summed up to the end."""
+    """A row that is NaN in any case is not summed up to the end."""
     q, k, v = arrays(rng, heads, 1, queries, 256, width)
     clean = counted(attend((q, k, v), mask="causal"))
     if what == "key":
@@ -98,7 +98,7 @@ def test_nan_that_all_rows_see_costs_little(rng, counted, heads, queries, width,
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8, 16])
 def test_decode_reads_each_key_and_value_once(rng, counted, ratio, width):
-    """For 8 heads of a group together; only what they add up to goes through memory again."""
+    """For 8 heads of a group together; only their sums go through memory again."""
     key_heads, keys = 2, 1024
     heads, blocks = key_heads * ratio, -(-ratio // TILE)
     first, second = counted(attend(arrays(rng, heads, key_heads, 1, keys, width)))
@@ -129,15 +129,15 @@ def test_packed_decode_reads_the_cache_once(rng, counted, ratio, bits):
 
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_lanes_share_lines(rng, counted, ratio):
-    """What a simdgroup loads of values at once fills the lines that it touches. Eight keys are loaded by half lines, of
-    which the next load has the other half."""
+    """A simdgroup's load of values fills the lines that it touches. Eight keys are loaded by half lines, and the next
+    load has the other halves."""
     counts = counted(attend(arrays(rng, ratio, 1, 1, 1024, 128)))[0]
     assert counts["device_lines"] <= 1.5 * counts["device_lines_fewest"]
 
 
 @pytest.mark.parametrize("bits, queries", [(8, 1), (0, 24)])
 def test_rows_of_a_batch_read_their_own_keys_alone(rng, counted, bits, queries):
-    """As many bytes as each row's keys, and not those of a longer row's place."""
+    """As many bytes as each row's keys have, and not as many as the longest row's."""
     lengths, keys, width = (40, 512, 120, 256), 512, 64
     q, k, v = (
         mx.array(rng.standard_normal((4, heads, tokens, width)).astype(np.float32)).astype(mx.float16)

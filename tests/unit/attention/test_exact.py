@@ -1,4 +1,4 @@
-"""Exact attention: several queries at once get, bit for bit, what each of them gets alone."""
+"""Exact attention: several queries at once get, bit for bit, the results of each one alone."""
 
 import subprocess
 import sys
@@ -94,7 +94,7 @@ def test_kernels(rng, executor, kind, queries, keys, bits):
 
 
 def test_windows_longer_than_a_share(rng, executor):
-    """Their first keys lie on both sides of a step, of which the shares of a row do not depend."""
+    """Their first keys lie on both sides of a step, which must not change the shares of a row."""
     q, k, v = inputs(rng, (1, 2, 1, 3, 1300, 64), mx.float16)
     check(dense, q, [k], [v], None, 1107, None)
 

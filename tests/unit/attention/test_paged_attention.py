@@ -17,7 +17,7 @@ LENGTHS = {16: [0, 1, 16, 17, 63, 95], 32: [0, 1, 32, 33, 63, 95], 64: [0, 1, 64
 class Paged:
     """Keys and values of rows, in blocks of a pool whose order is shuffled and whose free blocks hold NaN.
 
-    The first `shared` keys of all rows with so many are in the same blocks.
+    The first `shared` keys are in the same blocks for all rows that have as many.
     """
 
     def __init__(self, rng, lengths, block=16, key_heads=2, width=64, dtype=mx.float16, packed=False, shared=0):
@@ -215,7 +215,7 @@ def test_scores_beyond_float16(rng, executor):
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_exact(rng, executor, queries, packed):
-    """What a query gets among drafts and in a batch it gets alone, bit for bit, also from a shorter table."""
+    """A query among drafts and in a batch has the bits of one alone, also from a shorter table."""
     paged = Paged(rng, [1100, 40], packed=packed)
     q = draw(rng, (2, 4, queries, 64), mx.float16)
     y = paged.attend(q, mask="causal", exact=True)

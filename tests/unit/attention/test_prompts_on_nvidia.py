@@ -1,4 +1,4 @@
-"""Prompts where there are NVIDIA's tensor cores: float32 by our kernels, and what goes to mx there."""
+"""Prompts where there are NVIDIA's tensor cores: float32 by our kernels, and calls that go to mx there."""
 
 import mlx.core as mx
 import pytest

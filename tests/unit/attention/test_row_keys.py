@@ -139,7 +139,7 @@ def test_unseen_keys_hold_anything(rng, executor, bits, queries, keys):
 @pytest.mark.parametrize("queries, keys", [(1, 90), (2, 1500), (5, 1030)])
 @pytest.mark.parametrize("how", ["none", "causal", "window"])
 def test_exact_rows_are_as_alone(rng, executor, bits, queries, keys, how):
-    """A row of a padded batch gets, bit for bit, what an exact call of it and its keys gives."""
+    """A row of a padded batch gets, bit for bit, the result of an exact call of it and its keys."""
     batch = 3
     starts = rng.integers(0, keys - queries, batch)
     ends = np.array([keys, *rng.integers(starts[1:] + queries, keys + 1)])
@@ -181,7 +181,7 @@ def test_queries_beyond_the_keys_are_nan(rng, executor):
 
 
 def test_several_prompts_in_one_row(rng, dtype, executor):
-    """Their queries start at their prompt's first key: each prompt gets what it gets alone."""
+    """Their queries start at their prompt's first key: each prompt gets the same as alone."""
     lengths = (7, 1, 23, 12)
     total = sum(lengths)
     q, k, v = inputs(rng, (1, 4, 2, total, total, 64), dtype)

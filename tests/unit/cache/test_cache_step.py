@@ -1,4 +1,4 @@
-"""Key-value caches that steps update in place: what they hold, whoever looks at them and whenever it is evaluated."""
+"""Key-value caches that steps update in place: their contents, whoever looks at them and whenever it is evaluated."""
 
 import itertools
 import subprocess
@@ -31,7 +31,7 @@ def heads_of(rng, tokens: int = 1, batch: int = 1) -> mx.array:
 
 
 class Cache:
-    """The buffers of a layer, and what they should hold: each call on arrays of its own, evaluated at once."""
+    """The buffers of a layer, and their expected contents: each call on arrays of its own, evaluated at once."""
 
     def __init__(self, rng, tokens: int = ROOM):
         self.keys, self.values = normal(rng, KEYS, tokens), normal(rng, KEYS, tokens)
@@ -133,7 +133,7 @@ def test_a_step_ahead(executor, rng):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_steps_at_one_place_in_any_order(executor, rng, order):
-    """What is attended to before a trim is not what comes after it, though all are evaluated later."""
+    """Attention before a trim must not see keys from after it, though all are evaluated later."""
     for at_once in (True, False):
         cache = Cache(rng)
         steps = [cache.attend(heads_of(rng), 5) for _ in range(3)]
@@ -198,7 +198,7 @@ def test_what_mx_makes_of_a_buffer(executor, rng, pending, elsewhere):
 
 
 def test_buffers_are_there_for_other_threads(native, rng):
-    """What was evaluated is all of a step: its stream is of the thread that took it."""
+    """A step is evaluated as a whole: its stream belongs to the thread that took it."""
     cache = Cache(rng)
 
     def work():
@@ -328,7 +328,7 @@ def test_a_cache_that_someone_else_patched_too(rng, monkeypatch):
 
 
 def test_threads_go_on_from_copies_of_a_cache(native, rng):
-    """As requests that share a prompt do: what is left of a step in MLX's graph is taken away by several at once."""
+    """As requests that share a prompt do: several at once remove the rest of a step from MLX's graph."""
     heads, wrong = heads_of(rng), []
 
     def work(layers):

@@ -96,7 +96,7 @@ def test_what_goes_nowhere(rng, dtype, executor, position, entry, packed):
 
 
 def test_then_attention(rng, dtype, executor):
-    """A row's keys are those that were appended, token by token and several at once."""
+    """A row has the keys that were appended, token by token and several at once."""
     q = draw(rng, (2, 4, 1, 64), dtype)
     keys, values = (draw(rng, (2, HEADS, 40, 64), dtype) for _ in range(2))
     pools = [mx.zeros((BLOCKS, HEADS, BLOCK, 64), dtype)] * 2
@@ -168,7 +168,7 @@ def test_gradients_and_vmap(rng, native):
         return mm.paged_append(*arrays, table, positions)[:2]
 
     def taken(pool, fresh):
-        """What the pool's gradient keeps, and what goes to the tokens."""
+        """The part of the gradient that the pool keeps, and the part that goes to the tokens."""
         stays, goes = np.ones(pool.shape), np.zeros(fresh.shape)
         stays[4, :, 14:] = stays[1, :, :2] = 0
         goes[0, :, :2] = goes[1, :, 1:] = 1

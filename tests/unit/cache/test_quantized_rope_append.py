@@ -147,7 +147,7 @@ def address(a: mx.array) -> int:
 
 
 def test_buffers_are_updated_in_place(native, rng):
-    """But those that something else still refers to, which keep what they hold."""
+    """But not buffers that something else still refers to, which keep their contents."""
     case = case_of(1, 2, 1, 1, 64, bits=4)
     heads, *buffers = (a for a in draw(rng, case) if a is not None)
     buffers = [a + 0 for a in buffers]

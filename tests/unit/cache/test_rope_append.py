@@ -60,7 +60,7 @@ def test_scale_and_start(dtype, executor, rng):
 
 @pytest.mark.parametrize("options", [{}, {"base": None}, {"eps": 1e-5}, {"traditional": True}], ids=str)
 def test_an_offset_for_each_row(dtype, executor, rng, options):
-    """A row is bit for bit that of a call with its number; before left padding ends numbers are negative."""
+    """A row has the bits of a call with its offset; before left padding ends offsets are negative."""
     case = case_of(3, 2, 1, 2, 64, **options)
     heads, keys, values, freqs, query_norm, key_norm = draw(rng, case, dtype)
     arguments = OP.arguments(case)
@@ -141,7 +141,7 @@ def address(a: mx.array) -> int:
 
 
 def test_buffers_are_updated_in_place(native, rng):
-    """But those that something else still refers to, which keep what they hold."""
+    """But not buffers that something else still refers to, which keep their contents."""
     heads, keys, values, *_ = draw(rng, case_of(1, 2, 1, 1, 64))
     keys, values = keys + 0, values + 0
     mx.eval(keys, values)

@@ -75,7 +75,7 @@ def test_threadgroup_memory_and_dimensions(file, stream):
 
 
 def test_views_and_lazy_inputs(file, stream):
-    """A kernel starts at the first element of a view, and waits for what computes its inputs."""
+    """A kernel starts at the first element of a view, and waits for the work that computes its inputs."""
     x = (mx.arange(128).astype(mx.int32) * 2 + 1)[32:64]
     (out,) = launch(file, "scratch", {0: x, 1: Output([32], mx.int32)}, [1], [32], threadgroup_bytes=128, stream=stream)
     assert mx.array_equal(out + 0, (mx.arange(32, 64) * 2 + 1)[::-1]).item()
@@ -151,7 +151,7 @@ def test_constants_that_a_kernel_reads_beyond_are_a_fault_in_the_simulator():
 
 
 def test_views_as_they_lie_in_memory(file, stream):
-    """What is not row contiguous is copied, unless the kernel wants it as it is."""
+    """Arrays that are not row contiguous are copied, unless the kernel wants them as they are."""
     x = mx.arange(64).astype(mx.int32).reshape(32, 2)
     mx.eval(x)
     for copied, expected in ((True, x[:, 0]), (False, mx.arange(32))):
@@ -170,7 +170,7 @@ def test_views_as_they_lie_in_memory(file, stream):
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_views_start_at_their_first_element(file, stream, copied):
-    """Those that run backwards too, and those of a part of their memory, of which a kernel sees no more."""
+    """Also views that run backwards, and views of a part of their memory: a kernel sees no more of it."""
     x = mx.arange(64).astype(mx.int32)
     mx.eval(x)
     for view in (x[::-1], x[31::-1], mx.as_strided(x, (32,), (1,), 32), mx.as_strided(x, (2, 32), (32, -1), 31)):

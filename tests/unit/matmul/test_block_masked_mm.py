@@ -1,4 +1,4 @@
-"""Products with masked blocks: the tiles and the kernels of one row, and what composes them elsewhere."""
+"""Products with masked blocks: the tiles and the kernels of one row, and their composition elsewhere."""
 
 import mlx.core as mx
 import numpy as np
@@ -28,7 +28,7 @@ def draw_mask(rng, shape, dtype, numbers):
 
 
 def exact(a, b, block_size, masks):
-    """In float64; what is masked out is not there, whatever it is."""
+    """In float64; masked blocks are left out, whatever they hold."""
     a, b = widen(a), widen(b)
     shape = *np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]
     shapes = {"mask_out": shape, "mask_lhs": a.shape, "mask_rhs": b.shape}
@@ -63,7 +63,7 @@ def check(rng, dtype, *sizes, **options):
 
 @pytest.fixture(params=[("m1", 1), ("m4-max", 2)])
 def kernels(native, request):
-    """The kernels, in two orders of threads; gives what was launched when called."""
+    """The kernels, in two orders of threads; a call gives the launches."""
     gpu, seed = request.param
     with mm.simulator.enabled(seed=seed, gpu=gpu), mm.strict():
         _ext.simulator_record(True)
@@ -157,7 +157,7 @@ def test_result_masked_out_is_zero(rng, dtype, kernels):
 
 
 def test_strided_views(rng, kernels):
-    """Of masks, and of arrays of which rows do not lie in memory."""
+    """Of masks, and of arrays whose rows are not contiguous in memory."""
     a, b, masks = draw(rng, mx.float16, 66, 144, 80, 32, False, False)
     views = {name: mx.stack([mask, mask], -1)[..., 0] for name, mask in masks.items()}
     y = mm.block_masked_mm(mx.stack([a, a], -1)[..., 1], mx.stack([b, b], -1)[..., 0], 32, **views)

@@ -104,7 +104,7 @@ def test_strided_weights(rng, dtype, executor, columns):
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_weights_that_lie_by_columns(rng, dtype, executor, rows):
-    """As those of GPT-2, which mlx-lm transposes when it loads them; also as its layers are called."""
+    """As in GPT-2, whose weights mlx-lm transposes when it loads them; also as its layers are called."""
     base = draw(rng, (96, 160), dtype)
     x, w = draw(rng, (rows, 96), dtype), base.T
     mx.eval(base, w)

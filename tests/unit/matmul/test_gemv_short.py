@@ -21,7 +21,7 @@ def product(w, x, bias=None):
 
 @pytest.mark.parametrize("packs", [1, 31, 32, 33, 64, 112, 127, 128, 129, 144, 159, 160, 161, 176, 255, 256])
 def test_shapes(rng, nvidia_kernels, dtype, packs):
-    """Packs of 16 bytes, around those that a simdgroup loads at once; outputs around those of a threadgroup."""
+    """Packs of 16 bytes, around a simdgroup's load; outputs, around a threadgroup's number."""
     columns = packs * 16 // dtype.size
     for outputs in (1, 8, 8 * int(rng.integers(1, 4)) + int(rng.integers(1, 8))):
         w, x, bias = draw(rng, (outputs, columns), dtype), draw(rng, (1, columns), dtype), draw(rng, (outputs,), dtype)
@@ -43,7 +43,7 @@ def test_views(rng, nvidia_kernels, dtype):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite(rng, nvidia_kernels, dtype, value):
-    """It stays in the row that has it, wherever it stands, and does not meet what fills a lane past the row's end."""
+    """It stays in the row that has it, wherever it stands, and does not meet a lane's filler past the row's end."""
     for column in (0, 255, 256, 711):
         w, x = draw(rng, (19, 712), dtype), mx.abs(draw(rng, (1, 712), dtype)) + 1
         w[5, column] = value

@@ -1,4 +1,4 @@
-"""GGUF blocks: byte for byte those of the gguf package, and products with them."""
+"""GGUF blocks: byte for byte as from the gguf package, and products with them."""
 
 import platform
 
@@ -63,7 +63,7 @@ def special_blocks(rng, dtype):
 
 
 def test_special_blocks_match_the_package(rng, dtype, executor, kind):
-    """Byte for byte, save where the package converts what is no finite number to an integer."""
+    """Byte for byte, save where the package converts an infinity or NaN to an integer."""
     w = special_blocks(rng, dtype)
     with np.errstate(all="ignore"):
         expected = blocks_of(w, kind)

@@ -1,4 +1,4 @@
-"""GGUF kinds but q4_0 and q8_0: byte for byte those of the gguf package, and products with them."""
+"""GGUF kinds but q4_0 and q8_0: byte for byte as from the gguf package, and products with them."""
 
 import mlx.core as mx
 import numpy as np
@@ -42,7 +42,7 @@ def test_dequantize_matches_the_package(rng, dtype, executor, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_bytes_are_read_within_their_block(rng, executor, kind):
-    """Halves that are no number, too: what the package makes of them."""
+    """Halves that are NaN, too: the same as from the package."""
     blocks = rng.integers(0, 256, (64, size_of(kind)[1]), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(blocks, type_of(kind))
@@ -71,7 +71,7 @@ def test_quantize_matches_the_package(rng, dtype, native, kind):
 
 @pytest.fixture(params=[1, 2])
 def tiles(native, request):
-    """The kernels for many rows of Apple GPUs, in two orders of threads; gives what was launched when called."""
+    """The kernels for many rows of Apple GPUs, in two orders of threads; a call gives the launches."""
     with mm.simulator.enabled(seed=request.param, gpu="m2-max"):
         _ext.simulator_record(True)
         yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
@@ -105,7 +105,7 @@ def test_quantize_every_exponent(native):
 
 @pytest.mark.parametrize("kind", ("q4_1", "q5_0", "q5_1"))
 def test_quantize_no_finite_number(native, kind):
-    """What has a NaN is NaN; nothing else comes of it."""
+    """A block with a NaN is all NaN; blocks without one are unaffected."""
     w = np.ones((4, 32), np.float32)
     w[0, 3], w[1, 5], w[2, 7] = np.nan, np.inf, -np.inf
     found = np.array(mm.block_dequantize(mm.block_quantize(mx.array(w), kind), kind))

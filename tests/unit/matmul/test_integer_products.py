@@ -88,7 +88,7 @@ def test_tiny_and_huge_rows(rng, size, rows, bits):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("op", ["quantized_matmul", "quantized_swiglu"])
 def test_exact_rows_are_those_of_each_row_alone(rng, dtype, op, bits):
-    """Of 1 to 32 rows, some of which have outliers, and one of which is zero."""
+    """Of 1 to 32 rows. Some have outliers, and one is zero."""
     gate, up = (quantize(rng, (40, 512), dtype, 64, bits) for _ in range(2))
     x = widen(draw(rng, (32, 512), dtype))
     x[3::5, 100] = 500

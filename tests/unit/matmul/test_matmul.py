@@ -34,7 +34,7 @@ def test_many_rows(rng, dtype, native, rows, transpose):
 
 @pytest.fixture(params=[("m1", 1), ("m2-max", 2)])
 def tiles(native, request):
-    """The kernels for many rows of Apple GPUs, in two orders of threads; gives what was launched when called."""
+    """The kernels for many rows of Apple GPUs, in two orders of threads; a call gives the launches."""
     gpu, seed = request.param
     with mm.simulator.enabled(seed=seed, gpu=gpu):
         _ext.simulator_record(True)
@@ -57,7 +57,7 @@ def test_tiles(rng, tiles, rows, columns, outputs, size, with_bias):
     "rows, columns, outputs", [(17, 8, 16), (32, 72, 77), (33, 136, 70), (64, 64, 19), (65, 8, 16)]
 )
 def test_tiles_of_few_rows(rng, dtype, native, gpu, most, rows, columns, outputs):
-    """In every type; of more rows those of bfloat16 alone, on M1 and M2."""
+    """In every type; more rows in bfloat16 alone, on M1 and M2."""
     with mm.simulator.enabled(seed=int(rng.integers(1, 1000)), gpu=gpu):
         _ext.simulator_record(True)
         product(rng, rows, columns, outputs, dtype, with_bias=rows % 2 == 1)

@@ -1,4 +1,4 @@
-"""A norm between two products of one row: when they share it, what they then give, and who else may read what."""
+"""A norm between two products of one row: when they share it, their results then, and other readers of either."""
 
 import gc
 
@@ -21,12 +21,12 @@ from mlx_mittens import _ext, specs
 from mlx_mittens.specs.op import gated
 
 GROUP, EPS = 32, 1e-5
-# Columns of the product before, those of the norm, and the outputs of the matrices behind it.
+# Columns of the product before, columns of the norm, and the outputs of the matrices behind it.
 SIZES = [(64, 32, (4,)), (96, 160, (12, 5, 1)), (320, 1088, (33, 2, 9, 40))]
 
 
 class Model:
-    """What a block of a model has between two products."""
+    """The part of a model's block between two products."""
 
     def __init__(self, rng, dtype=mx.float32, bits=4, before=64, columns=96, outputs=(12, 5), bias=False):
         self.bits = bits

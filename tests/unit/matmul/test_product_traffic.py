@@ -1,4 +1,4 @@
-"""What products of one row load, counted by the simulator, against the fewest bytes that they can do with."""
+"""Bytes that products of one row load, counted by the simulator, against the fewest bytes that they can do with."""
 
 import mlx.core as mx
 import pytest
@@ -13,7 +13,7 @@ AFFINE_SHAPES = [(*shape, group) for shape in SHAPES for group in (32, 64, 128) 
 
 
 def loaded_of_weights(counts, x, times=None):
-    """Bytes, less those of x, which is taken once by every threadgroup, if not so many times."""
+    """Bytes, less x's, which every threadgroup loads once, or which is loaded `times` times."""
     return counts["device_bytes_loaded"] - (counts["threadgroups"] if times is None else times) * x.nbytes
 
 
@@ -37,7 +37,7 @@ def test_short_dense_weights(rng, dtype, counted, columns, outputs):
 
 
 def rows_of_blocks(outputs, size):
-    """The rows that blocks of so many take; the last block has some of those before it again."""
+    """The rows of blocks of `size`; the last block repeats some rows before it."""
     return [row for first in range(0, outputs, size) for row in range(min(first, outputs - size), outputs)[:size]]
 
 
@@ -65,7 +65,7 @@ def lines_of_x(columns, itemsize, blocks):
 
 
 def assert_lines(counts, columns, triples, size, itemsize):
-    """As few lines as may be, but for those of x, and where rows begin within lines.
+    """As few lines as may be, but for x's lines, and where rows begin within lines.
 
     size: outputs of a simdgroup, which takes the columns of its lanes at once, of words, scales and biases.
     """
@@ -109,7 +109,7 @@ def test_gate_and_up(rng, dtype, counted, columns, outputs, bits, group):
 @pytest.mark.parametrize("columns, outputs", SHAPES)
 @pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
 def test_blocks(rng, dtype, counted, columns, outputs, kind):
-    """Lanes take 16 bytes and a scale; those of 4 bits in pairs, which load the same bytes, from one line."""
+    """Lanes take 16 bytes and a scale; with 4 bits pairs of lanes load the same bytes, from one line."""
     x = draw(rng, (1, columns), dtype)
     blocks = mm.block_quantize(draw(rng, (outputs, columns), mx.float32), kind)
     mx.eval(blocks)  # natively

@@ -95,7 +95,7 @@ def test_integers_are_exact(rng, layout, group, rows, columns, outputs):
     "rows, group, outputs, columns", [(17, 32, 71, 160), (64, 64, 64, 128), (65, 128, 130, 256), (33, 64, 3, 192)]
 )
 def test_products(rng, dtype, m5, rows, group, outputs, columns):
-    """Right by float64 of the integers that x became, and near those of x."""
+    """Right by float64 of the integers that x became, and near the products of x."""
     triple = quantize(rng, (outputs, columns), dtype, group, 4)
     x, bias = draw(rng, (rows, columns), dtype, outliers=False), draw(rng, (outputs,), dtype)
     call = lambda: mm.quantized_matmul(x, *triple, group_size=group, bits=4, bias=bias, activations="int8")

@@ -68,7 +68,7 @@ def test_any_number_of_rows(rng, dtype, native, rows, transpose, bits):
 
 @pytest.fixture(params=[1, 2, 3])
 def tiles(native, request):
-    """The kernels for many rows of Apple GPUs, in several orders of threads; gives what was launched when called."""
+    """The kernels for many rows of Apple GPUs, in several orders of threads; a call gives the launches."""
     with mm.simulator.enabled(seed=request.param, gpu="m2-max"):
         _ext.simulator_record(True)
         yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
@@ -320,7 +320,7 @@ def test_activations_at_the_edge_of_float16(rng, executor, bits):
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
 def test_large_activations(rng, executor, dtype, rows, bits):
-    """Up to what the docstring promises for bfloat16; in float32 and in the native code as far as the results go."""
+    """Up to the docstring's bound for bfloat16; in float32 and in the native code up to the largest results."""
     triple = quantize(rng, (16, 512), dtype, 64, bits)
     largest = 1e33 if dtype == mx.bfloat16 and executor != "native" else 1e36
     x = rng.standard_normal((rows, 512)) * rng.choice([1, largest / 4], (rows, 512))
@@ -528,7 +528,7 @@ def test_bad_input(change, error, message):
 
 @pytest.mark.parametrize("columns, group_size, bits", [(2880, 64, 3), (576, 64, 5), (96, 32, 2), (96, 32, 6)])
 def test_weights_are_read_where_they_lie(rng, native, columns, group_size, bits):
-    """Also of rows that are no multiple of 16 bytes, such as those of gpt-oss in 3 bits."""
+    """Also of rows that are no multiple of 16 bytes, as in gpt-oss with 3 bits."""
     weights = quantize(rng, (1024, columns), mx.float16, group_size, bits)
     x = draw(rng, (1, columns), mx.float16)
     mx.eval(x)

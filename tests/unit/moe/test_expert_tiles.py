@@ -23,7 +23,7 @@ FORMATS = {
 
 @pytest.fixture
 def launched(native, rng):
-    """The kernels of an Apple GPU in an order of threads drawn anew; gives the names of those that ran when called."""
+    """The kernels of an Apple GPU in an order of threads drawn anew; a call gives the names of kernels that ran."""
     with mm.strict(), mm.simulator.enabled(seed=int(rng.integers(1, 2**31)), gpu="m2-max"):
         _ext.simulator_record(True)
         yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
@@ -39,7 +39,7 @@ def stack(rng, outputs, columns, dtype, options):
 
 
 def chosen(rng, bad=3):
-    """An expert for each pair, in no order, of which so many are out of range."""
+    """An expert for each pair, in no order, and `bad` ones that are out of range."""
     out_of_range = rng.choice([E, E + 9, 2**31 - 1, -1], bad)
     return rng.permutation(np.concatenate([np.repeat(np.arange(E), ROWS), out_of_range]))
 
@@ -154,7 +154,7 @@ def test_inputs_and_rows_of_their_own(rng, launched):
 
 
 def test_order_changes_no_bits(rng, dtype, native):
-    """That of the rows, and that of the threads."""
+    """The order of the rows, and of the threads."""
     options = FORMATS["4bit"]
     (w, scales, biases), _ = stack(rng, 40, 64, dtype, options)
     experts = chosen(rng)

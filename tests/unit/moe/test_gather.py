@@ -115,7 +115,7 @@ def test_every_index_has_its_pair(case, rng, executor):
 
 @pytest.mark.parametrize("mode, bits", [("affine", 4), ("affine", 8), ("mxfp4", 4)])
 def test_pairs_that_share_an_expert(rng, dtype, executor, mode, bits):
-    """On GPUs up to four pairs of an expert are one product; each gives what it gives beside any others."""
+    """On GPUs up to four pairs of an expert are one product; each gives the same beside any others."""
     w = mx.random.normal((E, N, K), key=mx.random.key(0)).astype(dtype)
     w, *scales = mx.quantize(w, 32, bits, mode=mode)
     options = {"group_size": 32, "bits": bits, "mode": mode}
@@ -253,7 +253,7 @@ def test_derivatives_where_indices_come_from_x(case, rng, native, k):
 
 
 def told_sorted(y):
-    """Whether a gather of mx's behind a result is told that indices of inputs are sorted, and those of experts."""
+    """Whether a gather of mx's behind a result is told that indices of inputs are sorted, and indices of experts."""
     found = []
 
     def visit(event):
@@ -292,7 +292,7 @@ def test_gradient_of_x_in_half_types(case, rng, native):
 @pytest.mark.parametrize("over", ["x", "weights", "lhs", "rhs", "x weights", "x weights lhs rhs", "x rhs"])
 @pytest.mark.parametrize("with_lhs", [True, False])
 def test_vmap(case, rng, executor, over, with_lhs):
-    """A loop of calls; what is out of range does not reach the next element's experts, nor its inputs."""
+    """A loop of calls; an index out of range does not reach the next element's experts, nor its inputs."""
     if not case.covered or (not with_lhs and "lhs" in over):
         return
     B = 3
@@ -417,7 +417,7 @@ def test_strict(rng, native):
 
 
 def exact_weight_gradient(x, dy, rhs, lhs, experts):
-    """The sum of dy.T @ x over the pairs of each expert, and that of the absolute values of its terms."""
+    """The sum of dy.T @ x over the pairs of each expert, and the sum of the absolute values of its terms."""
     x, dy = specs.widen(x), specs.widen(dy)
     value = np.zeros((2, experts, dy.shape[-1], x.shape[-1]))
     for pair, (i, e) in enumerate(zip(lhs, rhs, strict=True)):

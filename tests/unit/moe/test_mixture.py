@@ -1,4 +1,4 @@
-"""A mixture from its router's logits on: the choice, views, gradients, what goes to ops of its own, and bad input."""
+"""A mixture from its router's logits on: the choice, views, gradients, parts that are ops of their own, bad input."""
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +36,7 @@ def test_a_token_is_two_launches(rng, parts):
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen", "sqrtsoftplus"])
 def test_experts_are_those_that_route_top_k_chooses(rng, dtype, scores, descending, more):
-    """Ties too, of which there are many, for every place of a token: each finds its expert by itself."""
+    """Also with many ties, for every place of a token: each finds its expert by itself."""
     case = specs.Case("test", (3, 5, 40, 64, 32), {**CASE.options, "k": 5, "parts": ""})
     arrays = draw(rng, dtype, case)
     arrays[1] = mx.array(rng.integers(0, 4, (3, 40)) / 4).astype(dtype)
@@ -54,7 +54,7 @@ def test_experts_are_those_that_route_top_k_chooses(rng, dtype, scores, descendi
 
 @pytest.mark.parametrize("fill", [mx.nan, mx.inf, -mx.inf])
 def test_logits_that_are_not_finite_choose_experts_that_there_are(rng, executor, fill):
-    """As route_top_k: a token's own result may be NaN, that of another is not."""
+    """As route_top_k: a token's own result may be NaN, another's is not."""
     arrays = draw(rng)
     expected = np.array(run(arrays))
     arrays[1] = mx.concatenate([arrays[1][:1], mx.array([[fill, 0.5, fill]])])

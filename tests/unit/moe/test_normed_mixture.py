@@ -1,4 +1,4 @@
-"""A norm that a router and its experts read: both take in what the product before it hands on."""
+"""A norm that a router and its experts read: both take in the row that the product before it hands on."""
 
 import mlx.core as mx
 import numpy as np

@@ -15,7 +15,7 @@ def logits_of(rng, shape, dtype=mx.float32):
 
 @pytest.fixture
 def any_routes(executor):
-    """Executors, of which an NVIDIA GPU leaves such routes to mx."""
+    """Executors; an NVIDIA GPU leaves such routes to mx."""
     with mm.strict(executor != "gpu" or not mx.cuda.is_available()):
         yield executor
 

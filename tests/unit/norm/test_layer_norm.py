@@ -54,7 +54,7 @@ def test_one_column_gives_the_bias(dtype, executor):
 @pytest.mark.parametrize("columns", [4, 64, 200, 1000, 4104, 70000])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_where_a_value_less_the_mean_overflows_the_bias_remains(executor, dtype, columns):
-    """The variance is infinite: normed values are 0, also that of 3e38 in a row whose mean is about -3e38."""
+    """The variance is infinite: normed values are 0, also for 3e38 in a row whose mean is about -3e38."""
     x = np.full((3, columns), -3e38, np.float32)
     x[0, 0] = x[1, -1] = 3e38
     x = mx.array(x).astype(dtype)
@@ -76,7 +76,7 @@ def test_rows_that_are_not_finite_are_nan(executor, columns, value):
 
 @pytest.mark.parametrize("rows", [8, 100])
 def test_an_infinite_gradient_of_a_bias_is_infinite(executor, rng, rows):
-    """Also where its rows are added up in blocks, with what the sums before have lost."""
+    """Also where its rows are added up in blocks, with the rounding errors of the sums before."""
     x, weight, bias = (mx.array(rng.standard_normal(shape).astype(np.float32)) for shape in ((rows, 64), 64, 64))
     dy = rng.standard_normal((rows, 64)).astype(np.float32)
     dy[1, 3], dy[2, 5] = np.inf, -np.inf

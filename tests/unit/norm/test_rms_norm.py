@@ -64,7 +64,7 @@ def test_float16_weight_overflows_to_infinity(executor):
 
 @pytest.mark.parametrize("rows, threads", [(1, 32), (3, 96), (16, 512), (40, 512)])
 def test_a_weights_gradient_is_summed_by_no_more_simdgroups_than_there_are_sums(rows, threads):
-    x, weight = mx.ones((rows, 600)), mx.ones((600,))  # a threadgroup a row, each of which leaves its sum
+    x, weight = mx.ones((rows, 600)), mx.ones((600,))  # each row has a threadgroup, which leaves its sum
     f = lambda x, weight: mm.rms_norm(x, weight, 1e-5)
     launches = planned_launches(lambda: mx.vjp(f, [x, weight], [x])[1], "apple")
     assert [launch["threads"][0] for launch in launches if "column_sum" in launch["kernel"]] == [threads]

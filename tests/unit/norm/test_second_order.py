@@ -11,7 +11,7 @@ from verification.fuzz import exact
 import mlx_mittens as mm
 from mlx_mittens import _ext
 
-# A chain of additions leaves the mean of so many equal numbers off by a hundred units.
+# Number of equal numbers whose mean a chain of additions leaves off by a hundred units.
 COLUMNS = 1465
 VALUE = -0.66492927
 # All that a layer_norm of equal numbers divides by. A mean that is off counts eps^-1.5 times, 32,000 times.

@@ -27,7 +27,7 @@ def state_space(rng, steps):
 
 @pytest.mark.parametrize("make", [gated_delta, state_space])
 def test_steps_at_once_are_those_one_by_one(rng, native, make):
-    """Up to the 16 rows of which products are exact; of more mx's products of chunks are faster."""
+    """Up to 16 rows, whose products are exact; for more mx's products of chunks are faster."""
     step, arrays = make(rng, 16)
     with mm.patched(exact=True), mm.simulator.enabled(gpu="m2-max"):
         mm.stats(reset=True)

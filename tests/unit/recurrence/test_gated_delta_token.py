@@ -107,7 +107,7 @@ def kimi(rng, *shape, dtype=mx.float32):
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
 @pytest.mark.parametrize("per_column", [False, True])
 def test_convolutions_apart(rng, dtype, executor, per_column, gate):
-    """Three states, each moved on by itself, are those of all channels; so with gates of columns."""
+    """Three states, each moved on by itself, equal one of all channels; so with gates of columns."""
     shape = (2, 4, 2, 4, 9, 24)
     arrays = (kimi if per_column else draw)(rng, *shape, dtype=dtype)
     y, past, state = mm.gated_delta_token(*apart(arrays, 48), gate=gate)
@@ -156,7 +156,7 @@ def test_gradients_of_convolutions_apart(rng):
 
 
 def test_types(rng, executor):
-    """The results have those of the activations and of the states given; numbers of heads may be of any."""
+    """The results have the types of the activations and of the states given; numbers of heads may be of any."""
     arrays = draw(rng, 1, 4, 1, 2, 9, 24)
     half = [a.astype(mx.bfloat16) for a in arrays[:8]]
     wide = mm.gated_delta_token(*half, *arrays[8:])

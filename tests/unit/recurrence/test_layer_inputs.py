@@ -1,4 +1,4 @@
-"""What recurrences take of a prompt: masks, lengths, parts of a convolution, views, and what arguments have to be."""
+"""Inputs of recurrences over a prompt: masks, lengths, parts of a convolution, views, and checks of arguments."""
 
 import mlx.core as mx
 import numpy as np
@@ -88,7 +88,7 @@ def test_steps_are_the_same_in_pieces(rng, executor, dtype):
 
 
 def test_parts_of_a_convolution(rng, executor, dtype):
-    """States and weights of q, of k and of v give what those of all channels give."""
+    """States and weights of q, of k and of v give the same results as of all channels together."""
     arrays = draw(DELTA, rng, *SHAPE, dtype=dtype)
     ends = [80, 160]
     apart = [tuple(mx.split(arrays[i], ends, axis)) for i, axis in ((5, 2), (6, 0))]

@@ -1,4 +1,4 @@
-"""What all recurrences share: where their states lie, what hidden steps hold, and their compositions."""
+"""Properties that all recurrences share: places of states, contents of hidden steps, and compositions."""
 
 import contextlib
 

@@ -71,7 +71,7 @@ def test_one_launch_gives_what_two_give(rng, dtype, taps, has_bias):
 
 
 def test_a_state_is_updated_in_place(rng):
-    """Where nothing else needs it: then the memory is the same, else the state stays what it was."""
+    """Where nothing else needs it: then the memory is the same, else the state stays unchanged."""
     arrays = arrays_of(rng)
     before = np.array(arrays[3])
     with mm.simulator.enabled(gpu="m2-max"):

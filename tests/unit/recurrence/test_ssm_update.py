@@ -105,7 +105,7 @@ def test_beside_mlx_lm(rng, executor, steps):
     from mlx_lm.models.ssm import ssm_attn
 
     *arrays, state = draw(rng, 2, steps, 2, 4, 8, 32, mx.float16)
-    arrays[1] = arrays[1].astype(mx.float32)  # of which mlx-lm takes the exponential in its type
+    arrays[1] = arrays[1].astype(mx.float32)  # mlx-lm takes its exponential in its type
     mask = mx.arange(steps)[None] >= mx.array([[0], [steps // 3]])
     ours = mm.ssm_update(*arrays, state, (0.001, 100.0), mask)
     beside = ssm_attn(*arrays, state, (0.001, 100.0), mask)
@@ -180,7 +180,7 @@ RAW = np.concatenate([np.linspace(-80, 100, 61), np.linspace(-2, 2, 40), [-1e-3,
 
 @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.25, 3.0)])
 def test_time_steps_and_decays_beside_float64(executor, limits):
-    """Relative to each: a state of nothing becomes the time step, one of ones what the decay leaves."""
+    """Relative to each: a state of zeros becomes the time step, a state of ones the decay."""
     heads = len(RAW)
     a_log, one, zero = mx.linspace(-4, 0, heads), mx.ones((1, 1, 1, 1)), mx.zeros((heads,))
     bias = mx.full((heads,), 0.125)
@@ -195,7 +195,7 @@ def test_time_steps_and_decays_beside_float64(executor, limits):
     step = np.clip(np.logaddexp(raw, 0), *limits)
     np.testing.assert_allclose(states(1.0, 0.0), step, rtol=ROUNDINGS)
     left = np.exp(-np.exp(specs.widen(a_log)) * step)
-    # An exponential is off by what its argument is off by, which may be large.
+    # The error of an exponential's argument, which may be large, becomes its relative error.
     argument = np.maximum(1, -np.log(left))
     np.testing.assert_array_less(np.abs(states(0.0, 1.0) - left), ROUNDINGS * left * argument + np.float32(1e-38))
 
@@ -210,7 +210,7 @@ def test_time_steps_that_are_no_numbers(executor):
 
 @pytest.mark.parametrize("half", [mx.float16, mx.bfloat16])
 def test_y_is_rounded_once(rng, executor, half):
-    """Where D is float32 so is y, of which a y of the half type is the rounding."""
+    """Where D is float32 so is y. A y of the half type is its rounding."""
     arrays = draw(rng, 2, 3, 1, 4, 33, 24, half)
     wide = [a.astype(mx.float32) if i == 4 else a for i, a in enumerate(arrays)]
     mask = mx.array([[True, False, True], [True, True, True]])
@@ -230,7 +230,7 @@ def test_each_input_may_be_of_another_type(rng, executor):
 
 
 def test_vmap(rng, executor):
-    """Over what a batch is made of, with the numbers of heads shared."""
+    """Over the elements of a batch, with the numbers of heads shared."""
     arrays = draw(rng, 3, 2, 1, 2, 5, 24)
     one = [a if a.ndim == 1 else a[:, None] for a in arrays]
     axes = tuple(None if a.ndim == 1 else 0 for a in arrays)
@@ -302,7 +302,7 @@ def test_patched_it_is_mlx_lms(rng, lenient):
 
 @pytest.mark.parametrize("dtype_of_d", [mx.float16, mx.float32])
 def test_patched_a_token_of_mlx_lms_kernel_is_ours(rng, dtype_of_d):
-    """The results and their types are those of mlx-lm's kernel, which takes two launches."""
+    """The results and their types are as from mlx-lm's kernel, which takes two launches."""
     from mlx_lm.models import ssm
 
     *arrays, state = draw(rng, 2, 1, 2, 4, 8, 32, mx.float16)

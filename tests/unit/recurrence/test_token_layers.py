@@ -198,7 +198,7 @@ def test_gradients_are_those_of_the_parts(rng):
 
 
 def test_types(rng, executor):
-    """The results have those of the projections and of the states given; numbers of heads may be of any."""
+    """The results have the types of the projections and of the states given; numbers of heads may be of any."""
     arrays = draw(SPACE, rng, 1, 4, 1, 2, 9, 24)
     given = [arrays[0].astype(mx.bfloat16), arrays[1], *(a.astype(mx.float16) for a in arrays[2:])]
     assert [a.dtype for a in mm.ssm_token(*given)] == [mx.bfloat16, mx.float32, mx.float16]

@@ -50,7 +50,7 @@ def test_the_tokens_of_mx(executor, rng, shape):
 
 
 def test_the_state_of_mx(executor, rng):
-    """Without a key it is that of mx.random, which goes on as after a number of mx's."""
+    """Without a key it uses the state of mx.random, which advances as by one number of mx's."""
     logits = draw(rng, 4, 50)
     mx.random.seed(11)
     expected = [np.array(mx.random.categorical(logits, stream=mx.cpu)) for _ in range(3)] + [mx.random.uniform()]
@@ -117,7 +117,7 @@ def test_keeps_what_mlx_lm_keeps(dtype, executor, uncompiled, rng, name):
 
 
 def test_keeps_what_mlx_lm_keeps_of_large_vocabularies(native, uncompiled, rng):
-    """The tokens are those of mlx-lm's filters, which sort."""
+    """The tokens are as from mlx-lm's filters, which sort."""
     sample_utils = pytest.importorskip("mlx_lm.sample_utils")
     logits = sampling.SAMPLE_OPS[0].draw(rng, specs.Case("", (3, 151936)), mx.float32)[0]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -131,7 +131,7 @@ def test_keeps_what_mlx_lm_keeps_of_large_vocabularies(native, uncompiled, rng):
         np.testing.assert_array_equal(np.array(tokens), np.array(expected), f"{top_k} {top_p} {min_p}")
 
 
-# Of the chi-square distribution with so many degrees of freedom, at 0.999.
+# Of the chi-square distribution at 0.999, by degrees of freedom.
 QUANTILES = (0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3)
 
 

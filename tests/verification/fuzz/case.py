@@ -24,11 +24,11 @@ class Case:
         of_nothing: The results where an argument has no elements: mx's own operations are not for all of these,
             so nothing of mx's is run there.
         differentiable: Which arguments have gradients to compare.
-        noise: What rounding on the way may make of each result, or of all.
+        noise: Bound on the effect of rounding on each result, or on all.
         noise_of_composition: The same where `mx.vmap` takes the op apart into others, if that is more.
         rounds_nothing: Whether `of_nothing` has sums over other arguments, which `noise` bounds as well.
-        gradient_noise: What rounding of the result may make of each gradient in `differentiable`, given the cotangents;
-            of those that `mx.vjp` takes.
+        gradient_noise: Bound on the effect of rounding the result on each gradient in `differentiable`, given the
+            cotangents that `mx.vjp` takes.
         second_order_noise: The same of gradients of gradients, given cotangents and directions: their terms may cancel.
         ordinary: Whether numbers are normal ones; gradients are compared only then.
         hides: Whether a mask or a window hides some of the numbers, which mx on a CPU lets through where they are not

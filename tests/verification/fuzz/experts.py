@@ -116,7 +116,7 @@ class Choice:
         return bool(((wide >= 0) & (wide < self.experts)).all())
 
     def of_experts(self, stack: mx.array, indices: mx.array) -> tuple[mx.array, mx.array]:
-        """What belongs to the experts of each pair, and whether there is such an expert."""
+        """The arrays of each pair's expert, and whether there is such an expert."""
         wide = indices.astype(mx.int64)
         there = (wide >= 0) & (wide < self.experts)
         return stack[mx.where(there, wide, 0)], there

@@ -93,7 +93,7 @@ def growing_caches(draw: Draw) -> Trial:
     traditional, normed, base = draw.chance(0.2), draw.chance(0.3), draw.pick((1e4, 5e5))
     count = draw.integer(1, draw.limit(8, 4))
     lengths = [draw.pick((1, 1, 1, 2, 3, 7, 15, 16, 17, 33, draw.limit(100, 20))) for _ in range(count)]
-    # What happens before each step, and whether it is evaluated at once.
+    # The event before each step, and whether it is evaluated at once.
     between = [draw.pick(("", "", "", "", "trim", "copy")) for _ in lengths]
     trims = [draw.integer(1, 20) for _ in lengths]
     all_at_once = draw.chance(0.4)

@@ -1,4 +1,4 @@
-"""Random calls of what recurrences take of a prompt."""
+"""Random calls of the inputs of recurrences over a prompt."""
 
 from __future__ import annotations
 

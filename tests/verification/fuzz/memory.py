@@ -105,7 +105,7 @@ def _resident_bytes() -> int:
 
 
 def memory(draw: Draw) -> Trial:
-    """Rounds of the same steps; a leak is what grows in every one of them after the first."""
+    """Rounds of the same steps; memory that grows in every round after the first is a leak."""
     name = list(PROGRAMS)[draw.index % len(PROGRAMS)]
     steps = 200
 

@@ -68,10 +68,10 @@ def _mean_rounding(x: np.ndarray) -> np.ndarray:
 def _second_order_noise(
     x: mx.array, weight: mx.array | None, eps: float, centred: bool
 ) -> Callable[[Sequence[mx.array], Sequence[mx.array]], list[float]]:
-    """What rounding makes of x's second derivatives, which are sums of these terms; 0 of the other gradients.
+    """The effect of rounding on x's second derivatives, which are sums of these terms; 0 for the other gradients.
 
     With n = 1 / sqrt(mean(c^2) + eps), u = c * n, g = dy * weight, and the directions d of x and e of the weight, their
-    sizes are those of
+    sizes are the sizes of
         n^2 * (u * mean(d * g) + g * mean(d * u) + d * mean(g * u) + u * mean(d * u) * mean(g * u)) and
         n * (dy * e + u * mean(dy * e * u)).
     They cancel where a row has a number or two, whose norm is 1 whatever they are.

@@ -22,7 +22,7 @@ def store(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
 
 
 def _junk(rng: np.random.Generator, shape: Sequence[int], like: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """What surrounds a view: NaN, so that a read of it shows, or random integers."""
+    """Elements around a view: NaN, so that a read of it shows, or random integers."""
     if dtype not in _STORED:
         return np.full(shape, np.nan)
     return rng.integers(0, 2 if dtype == mx.bool_ else 2**8, shape).astype(like.dtype)

@@ -57,7 +57,7 @@ std::vector<std::string>& libraries() {
 }
 double compile_seconds = 0;
 
-// What stands for the text of a kernel, as a test says it.
+// Stand-in for the text of a kernel, from a test.
 using Text = const char* (*)(const char* file, const char* kernel);
 Text text_of = nullptr;
 
@@ -171,8 +171,8 @@ std::string metallib(const std::string&) {
 
 }  // namespace mittens::frontend
 
-// Has a test say what stands for the text of a kernel, which is then the only one in it: the name of a source that is
-// registered. Without it the file stands for itself, with all of its kernels.
+// Lets a test replace the text of a kernel by the name of a registered source, which has no other kernel. Without it
+// the file stands for itself, with all of its kernels.
 extern "C" __attribute__((visibility("default"))) void mittens_texts(Text texts) {
   text_of = texts;
 }
