@@ -21,7 +21,7 @@ void fill_nan(Type type, void* y, size_t count) {
   }
 }
 
-// The pairs of each chosen matrix; those with an index out of range are of none.
+// The pairs of each chosen matrix; a pair with an index out of range has none.
 class Groups {
  public:
   explicit Groups(const Gather& gather) : gather_(gather), first_(gather.stack + 1, 0) {

@@ -28,7 +28,7 @@ struct PagedAppend {
   unsigned block_shift;  // a block is 1 << block_shift keys
   Heads new_keys;
   Heads new_values;
-  Pool keys;  // what no new token goes to stays as it is
+  Pool keys;  // keys without a new token stay unchanged
   Pool values;
   int32_t* lengths;  // [batch]: positions and tokens
   size_t batch;

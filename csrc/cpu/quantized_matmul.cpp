@@ -1,5 +1,5 @@
 // Chooses the code of a quantized product: integers along the weights for a few rows of half types, integers in panels
-// for many, and float32 for what neither takes.
+// for many, and float32 for all others.
 #include "cpu/quantized_matmul.h"
 
 #include <algorithm>

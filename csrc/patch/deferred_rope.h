@@ -26,7 +26,7 @@ std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional
                                   const std::optional<mx::array>& freqs, mx::StreamOrDevice where);
 
 // The append of new keys and values to the buffers from `first` on, together with turning the keys and the queries that
-// this thread has turned beside them: who holds those finds the kernel's. None where it is not known that it can be so.
+// this thread has turned beside them: their holders get the kernel's results. nullopt unless this is provably safe.
 // Buffers that have just been made for it are computed of the arrays `made_of`, and of nothing else that is pending.
 std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
                                           const mx::array& new_values, int first, const Arrays& made_of);

@@ -37,7 +37,7 @@ nb::object trace_for_export(const nb::callable& function, const nb::args& args, 
   return function(*args, **kwargs);
 }
 
-// what: an op of ours, or another of our functions.
+// what: the name of an op of ours, or of another of our functions.
 std::string refusal(const std::string& what) {
   return "[export] " + what +
          " cannot be exported: MLX saves primitives of its own only. Call mx's op in the exported function, and "

@@ -40,8 +40,8 @@ constexpr std::array<std::pair<uint32_t, uint32_t>, 10> threads_by_half_register
     {232, 448},
     {256, 384},
 }};
-// Where registers are a cache, a core is counted on for twice as many. Up to three times may be there; plans by those
-// shared out more than was predicted to pay.
+// Where registers are a cache, a core is counted on for twice as many. Up to three times may be there, but plans
+// for that many split work more than was predicted to pay.
 constexpr uint32_t of_cached_registers = 2;
 
 Gpu gpu_from(nb::handle spec) {

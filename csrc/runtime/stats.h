@@ -1,4 +1,4 @@
-// Counts of what ran where: a few dozen nanoseconds for each kernel that runs.
+// Counts of ops by executor and kernel. A count takes a few dozen nanoseconds.
 #pragma once
 
 #include <string>

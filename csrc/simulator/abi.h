@@ -51,7 +51,7 @@ struct Lanes {
     unsigned char bytes[16];
   };
   Value value[simd_width];
-  Value result;  // what `combine` makes of the values of the active lanes, once for all of them
+  Value result;  // of `combine` on the values of the active lanes, once for all of them
   unsigned active;  // a bit for each lane that is at the operation
 };
 using Combine = void (*)(Lanes& lanes);

@@ -3,8 +3,8 @@
 //
 //   pool[table[b, p / n], head, p % n] = new[b, head, t],   n: keys of a block
 //
-// or, where there is no such entry or block, go nowhere. lengths[b] = positions[b] + tokens. Packed pools hold what
-// quantized_rope_append.metal says of a group.
+// or, where there is no such entry or block, go nowhere. lengths[b] = positions[b] + tokens. Packed pools hold groups
+// as quantized_rope_append.metal packs them.
 //
 // A simdgroup takes a head of a token, or of a packed pool a group of one.
 #include <metal_stdlib>

@@ -132,7 +132,7 @@ gemv_rows(
   }
   uint column = group.z * params.columns_per_split + (sharer * 32 + lane) * W;
   if constexpr (M <= 2) {
-    // The last columns do not wait for those before them, nor weights for x: short rows are little else.
+    // The last columns do not wait for the columns before them, nor weights for x: short rows are little else.
     for (; column < end; column += steps * step) {
       RowBits<M> activations[steps];
       RowBits<R> weights[steps];

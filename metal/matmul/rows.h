@@ -38,7 +38,7 @@ struct ActivationOf<half> {
   using type = half;
 };
 
-// Rows of x from the first of a threadgroup on; those past the last repeat it.
+// Rows of x from the first of a threadgroup on; rows past the last repeat it.
 template <typename T>
 struct RowsOfX {
   using Type = T;     // of products

@@ -1,8 +1,8 @@
 // Gradients along rows: dx by an op of row_op.h, and sums over the rows, dweight and dbias. A thread keeps its columns
 // from row to row, and its shares of these sums in registers; they add up in a fixed order.
 //
-// The op's inputs are x, dy, weight (shared by all rows) and, where `adds` is 1, a term of dx. Beside what row_op.h
-// says it has share(x, dy, row), an element's share of dweight, and `whole`, set here where packs are aligned.
+// The op's inputs are x, dy, weight (shared by all rows) and, where `adds` is 1, a term of dx. In addition to
+// row_op.h it has share(x, dy, row), an element's share of dweight, and `whole`, set here where packs are aligned.
 #pragma once
 
 #include "mittens/row_op.h"

@@ -61,7 +61,7 @@ enum { kMostExperts = 512, kMostChosen = 32, kMostGroups = 32 };  // of a router
 
 enum { kScoresSoftmax, kScoresSigmoid, kScoresChosen, kScoresSqrtSoftplus };
 
-// What mlx-lm's routers add to the sum of renormalized weights.
+// Addend of mlx-lm's routers to the sum of renormalized weights.
 constexpr float least_sum() {
   return 1e-20f;
 }

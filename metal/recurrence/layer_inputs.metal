@@ -5,7 +5,7 @@
 //
 // x is q, k and v of a layer of the gated delta rule, or x, B and C of one of state spaces, which takes the first line
 // alone. |.| has key_eps under its root. A step that the mask hides has zeros for x. The next conv_state has the last
-// taps - 1 rows of the window, or those at the end of `lengths`.
+// taps - 1 rows of the window, or the rows at the end of `lengths`.
 //
 // A simdgroup has 128 channels of one block of a part, four for each lane, or a whole block that is normalized, over 16
 // steps. Other simdgroups have gates and rates of 32 heads, or of 32 columns of heads. Nothing passes between them.

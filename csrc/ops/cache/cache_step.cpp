@@ -159,7 +159,7 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
 
   std::shared_ptr<KernelPrimitive> append_;
   mx::Shape queries_;
-  size_t input_count_;  // of the append, before what else the attention reads
+  size_t input_count_;  // of the append, before other inputs of the attention
   size_t buffer_count_;
   std::optional<Attending> attending_;
   std::optional<Promised> result_;

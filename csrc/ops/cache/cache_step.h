@@ -37,8 +37,8 @@ struct CacheStep {
 CacheStep cache_step(Append append, std::optional<Attending> attending, std::optional<mx::array> result = std::nullopt);
 
 // The attention of one token as a part of the pending append whose queries and buffers it has: these may then be
-// updated in place while it is on its way. inputs: queries, views of tokens of the buffers, and what else the attention
-// reads. shape: of its output. None where the queries are no append's, or it has computed them.
+// updated in place while it is on its way. inputs: queries, views of tokens of the buffers, and other inputs of the
+// attention. shape: of its output. None where the queries are no append's, or it has computed them.
 std::optional<mx::array> join_step(const Arrays& inputs, const std::shared_ptr<mx::Primitive>& attention,
                                    const mx::Shape& shape);
 

@@ -398,7 +398,7 @@ class LayerInputs : public KernelPrimitive {
     return of_part;
   }
 
-  // The last rows of a window, or those at the end of lengths.
+  // The last rows of a window, or the rows at the end of lengths.
   mx::array end_of(const mx::array& window, const Named& named, int channels) {
     const mx::Stream s = stream();
     const int past = named.taps() - 1, steps = named.steps();

@@ -68,7 +68,7 @@ template <typename T, int bits, int P, int M, int B>
   instantiate_kernel("quantized_matmul_rows_" #bits "bit_" #M "_" #dtype, quantized_matmul_rows, type, bits,         \
                      lane_words(bits, M), M, B)
 
-// Of several rows those in half types are products of matrices.
+// Several rows in half types are products of matrices.
 #define instantiate_bits(bits)                  \
   instantiate_rows(float, float32, bits, 1, 4)  \
   instantiate_rows(half, float16, bits, 1, 4)   \

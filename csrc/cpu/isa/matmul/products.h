@@ -261,7 +261,7 @@ MITTENS_INLINE void write_totals(float* y, const Float (&v)[n], bool add) {
   }
 }
 
-// Rows n, n + 1, .. of a source, and the last of `size` rows again in the place of those beyond.
+// Rows n, n + 1, .. of a source, and the last of `size` rows again in the place of rows beyond.
 template <typename Source, int outputs>
 MITTENS_INLINE void begin_rows(const Source& source, size_t n, size_t size, size_t columns, float* memory,
                                typename Source::Row (&rows)[outputs]) {

@@ -1,4 +1,4 @@
-// What frontend/rewrite/conversions.py writes into a text where Metal converts and clang does not.
+// Calls that frontend/rewrite/conversions.py writes into a text where Metal converts and clang does not.
 #pragma once
 
 namespace mittens {

@@ -107,8 +107,8 @@ MITTENS_RUNTIME T broadcast_first(Scope scope, const char* name, Site site, T va
   return value_of<T>(lanes.value[__builtin_ctz(lanes.active)]);
 }
 
-// All lanes in the order of a butterfly, which is how the NVIDIA target adds too. Where a lane is not active, what would
-// be added to its value takes its place.
+// Combines all lanes in the order of a butterfly, as the NVIDIA target does. An inactive lane takes the value of its
+// partner.
 template <typename T, typename F>
 __attribute__((no_sanitize("coverage"))) void combine_lanes(abi::Lanes& lanes) {
   T values[abi::simd_width];

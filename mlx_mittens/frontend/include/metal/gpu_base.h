@@ -1,4 +1,4 @@
-// What GPU targets begin with: kinds of operations between threads, and attributes that follow from the target's own.
+// Basis of GPU targets: kinds of operations between threads, and attributes that follow from the target's own.
 #pragma once
 
 #include "metal/lanes.h"

@@ -1,4 +1,4 @@
-// simdgroup_matrix: 8x8 matrices spread over the 32 lanes of a simdgroup (metal/lanes.h says which lane holds what).
+// simdgroup_matrix: 8x8 matrices spread over the 32 lanes of a simdgroup (metal/lanes.h has the layout).
 #pragma once
 
 namespace metal {

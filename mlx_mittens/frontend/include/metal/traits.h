@@ -263,7 +263,7 @@ struct vec_elements : integral_constant<ushort, mittens::Vector<T>::size> {};
 template <typename T>
 constexpr ushort vec_elements_v = vec_elements<T>::value;
 
-// What Metal's own headers derive their limits from; texts of MLX's specialize them for types of their own.
+// The base of the limits in Metal's own headers; texts of MLX's specialize them for types of their own.
 struct _fp_numeric_limits_impl_base {
   static constexpr bool is_specialized = true;
   static constexpr bool is_signed = true;
