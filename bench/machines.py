@@ -2,7 +2,7 @@
 
 python bench/machines.py [FILE.json ...] [--write]
 
-Files come from `mlx-mittens bench --json`; without any, all in bench/results/machines/ and those of ops beside that
+Files come from `mlx-mittens bench --json`; without any, all in bench/results/machines/ and files of ops beside that
 folder. A file's name is the machine's.
 """
 

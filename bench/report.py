@@ -74,7 +74,7 @@ def summary(result: dict) -> str:
     to MLX's own Metal kernel.
 
     Args:
-        result: What `mlx-mittens bench --json` wrote.
+        result: Output of `mlx-mittens bench --json`.
     """
     rows: dict[str, list[dict]] = {}
     for row in result["rows"]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .ops.recurrent_layers import *
     from .ops.sampling import *
 else:
-    # What `_everything` offers beside the ops and the submodules, by the modules that have it.
+    # Names that `_everything` offers beside the ops and the submodules, by the modules that have them.
     _HOMES = {
         "BuildInfo": "info",
         "DtypeError": "_ext",

@@ -1,4 +1,4 @@
-"""What `import mlx_mittens` offers, for `import *` and type checks: ops, modules, the patch and the testing tools."""
+"""Names that `import mlx_mittens` offers, for `import *` and type checks: ops, modules, the patch and testing tools."""
 
 from . import frontend, nn, ops, simulator
 from ._ext import DtypeError, ExportError

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from .apple.chips import Chip, chips
 
-# What `mm.simulator.enabled(gpu="apple")` stands for.
+# The GPU that `mm.simulator.enabled(gpu="apple")` stands for.
 USUAL_CHIP = "m2-max"
 
 
@@ -65,7 +65,7 @@ def of_chip(chip: Chip) -> Gpu:
 
 
 def names() -> list[str]:
-    """What `named` takes."""
+    """The names that `named` takes."""
     return ["apple", "nvidia", _H200.name, *chips()]
 
 

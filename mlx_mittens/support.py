@@ -30,7 +30,7 @@ class Support:
         how: ``"kernel"`` where kernels, or native code on a CPU, compute the call. ``"mx"`` where the call goes to mx.
             ``"composed"`` where the op is made of mx's operations or of other ops of this package.
         reason: Why the call goes to mx, as ``stats()`` has it; empty where it does not.
-        counts: What ``stats()`` would have after the call.
+        counts: Counts of ``stats()`` after the call.
 
     Example:
         >>> answer = mm.supports("softmax", shapes=[(4, 1024)], device=mx.cpu, axis=-1)

@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from dataclasses import replace
 
-# The tables' plans are tested, not what someone has measured on this machine. It is read when the package is imported.
+# The tables' plans are tested, not this machine's calibration. It is read when the package is imported.
 os.environ["MLX_MITTENS_CALIBRATION"] = "off"
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from helpers.support import DEVICES, EXECUTORS
 import mlx_mittens as mm
 from mlx_mittens import _ext, specs
 
-# What mx computes in float32, gradients of ours by its products among it, is to be float32 on an NVIDIA GPU too.
+# mx must compute in float32 on an NVIDIA GPU too, and so must the gradients of ours that use its products.
 os.environ["MLX_ENABLE_TF32"] = "0"
 
 SEED = "MLX_MITTENS_TEST_SEED"
@@ -103,7 +103,7 @@ def strict():
 
 @pytest.fixture
 def lenient(strict):
-    """What no kernel covers goes to mx, as it does for users."""
+    """Calls that no kernel covers go to mx, as they do for users."""
     with mm.strict(False):
         yield
 

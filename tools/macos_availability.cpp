@@ -1,4 +1,4 @@
-// What __builtin_available asks: which macOS it runs on. Xcode links Apple's own answer in, ziglang has none.
+// The function behind __builtin_available: the version of macOS. Xcode links Apple's own in, ziglang has none.
 #include <cstdint>
 
 struct Version {

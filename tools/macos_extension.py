@@ -30,7 +30,7 @@ import guard  # noqa: E402  # which reads the releases of mlx
 
 
 def common_header() -> str:
-    """The header that the build precompiles: what most sources include."""
+    """The header that the build precompiles, with the includes of most sources."""
     cmake = (ROOT / "csrc" / "extension" / "CMakeLists.txt").read_text()
     listed = re.search(r"target_precompile_headers\(\s*\S+\s+PRIVATE\s([^)]*)\)", cmake)
     assert listed is not None

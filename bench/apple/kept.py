@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What earlier runs found; nothing where there is no file."""
+    """The results of earlier runs; none where there is no file."""
     return json.loads(file.read_text()) if file.exists() else {}
 
 

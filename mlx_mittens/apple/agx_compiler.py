@@ -55,7 +55,7 @@ _OPTIONS = (
     *("-Dbuildtype=plain", "-Doptimization=0", "-Db_ndebug=false", "-Dcpp_rtti=false", "-Dc_args=-w", "-Dcpp_args=-w"),
 )
 
-# What ninja prints before each file when it prints into a pipe; and how often it is passed on.
+# Ninja's line before each file when it prints into a pipe; and how often it is passed on.
 _NINJA = re.compile(r"\[(\d+)/(\d+)\]")
 _SAY_SECONDS = 10.0
 
@@ -316,7 +316,7 @@ def _unpack(archive: Path, found: str, work: Path) -> Path:
 
 
 def _python_tools(work: Path) -> dict[str, str]:
-    """Installs what Mesa's build needs of Python; returns an environment with it."""
+    """Installs the Python packages that Mesa's build needs; returns an environment with them."""
     folder = work / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target"]
     _call([*pip, folder, *_PYTHON_TOOLS])

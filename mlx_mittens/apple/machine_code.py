@@ -111,7 +111,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What Mesa's compiler makes of one variant.
+    """Mesa's machine code for one variant.
 
     Attributes:
         file: The .metal file.
@@ -267,7 +267,7 @@ def compile(
 
 @dataclass(frozen=True)
 class Request:
-    """What `compile` is to compile; the constants as pairs."""
+    """The kernel that `compile` is to compile; the constants as pairs."""
 
     file: str
     kernel: str

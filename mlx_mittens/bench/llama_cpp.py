@@ -26,7 +26,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Figure:
-    """What llama-bench says of a phase.
+    """Times of a phase by llama-bench.
 
     Attributes:
         phase: ``decode``, or ``prefill`` with the tokens of the prompt.

@@ -194,7 +194,7 @@ def measure(
     copied = device == "cpu" and bytes_moved >= _COPIED_BYTES
     samplers = {}
     for i, (name, function) in enumerate(contenders.items()):
-        # Each starts in a part of the rotation of its own: none finds in the cache what another has just read.
+        # Each starts in a part of the rotation of its own: none finds another's inputs in the cache.
         build = lambda group, function=function: specs.run(
             op, function, case, group[: len(arrays)], group[len(arrays) :]
         )

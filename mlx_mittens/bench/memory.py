@@ -69,7 +69,7 @@ def measure(subject: Subject, cache: str, side: str, prompt: int, tokens: int) -
     """Runs a model once in a process of its own, on the default device.
 
     Args:
-        subject: What to load.
+        subject: The model to load.
         cache: One of `CACHES`.
         side: One of `SIDES`.
         prompt: How many tokens are read.

@@ -36,7 +36,7 @@ _SAY_SECONDS = 10.0
 # Logits may be this much further from float32 than mx's.
 _TIMES_MX = 2
 
-# What float32 logits may differ by when sums are in another order, relative to the logits: 256 units in the last place,
+# Largest difference of float32 logits by another order of sums, relative to the logits: 256 units in the last place,
 # for the sums of all layers. mx's own float32 logits are no measure of it: the judge's sums have the same order.
 _FLOAT32 = 256 * EPSILON[mx.float32]
 
@@ -90,7 +90,7 @@ class Validation:
         mx_error: That between mx's logits and float32's.
         typical_error: The median, over the tokens, of the root mean square of our logits' errors.
         typical_mx_error: That of mx's.
-        allowed_error: What ``typical_error`` may be.
+        allowed_error: Limit of ``typical_error``.
         stats: Which kernels ran, and which calls went to mx.
     """
 

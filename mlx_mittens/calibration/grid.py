@@ -57,7 +57,7 @@ class Item:
 
     @property
     def may_be_told(self) -> bool:
-        """Whether others may tell what measuring it would."""
+        """Whether its result may follow from other items."""
         return self.fine or (self.dtype == OTHER_HALF and not self.sampled)
 
 

@@ -80,7 +80,7 @@ def _warn(message: str) -> None:
 
 
 def unload() -> None:
-    """Ends what `load` began."""
+    """Undoes `load`."""
     for device in loaded:
         _ext.calibration_load(device, [])
     loaded.clear()

@@ -51,13 +51,13 @@ class OtherVersionsError(CalibrationError):
 
 @dataclass(frozen=True)
 class Row:
-    """A problem, what computed it fastest, and the times in microseconds.
+    """A problem, its fastest plan, and the times in microseconds.
 
     Attributes:
         op: The op.
         case: The call that was timed.
         dtype: Its element type.
-        format: What else tells kernels apart, as the extension numbers it.
+        format: Number of the format in the extension, which distinguishes kernels.
         sizes: Sizes that its speed depends on, as the extension asks for it.
         mx: Whether mx is the fastest.
         schedule: The plan that is the fastest of ours; empty for that which the tables give.

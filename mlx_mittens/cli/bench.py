@@ -110,7 +110,7 @@ def _finite(value: Any) -> Any:
 
 
 def json_rows(outcomes: Sequence[Outcome], with_peer: bool = False) -> list[dict[str, Any]]:
-    """The rows as the JSON file holds them; what none of them has is left out. A wrong one says why under ``wrong``."""
+    """The rows as in the JSON file; fields that none of them has are left out. A wrong one says why under ``wrong``."""
     rows = [{key: _finite(value) for key, value in asdict(outcome.row).items()} for outcome in outcomes]
     for row, outcome in zip(rows, outcomes, strict=True):
         row.update({} if outcome.passed else {"wrong": outcome.detail})

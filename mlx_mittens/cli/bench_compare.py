@@ -66,7 +66,7 @@ def moves(a: dict[str, Any], b: dict[str, Any]) -> list[Move]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what moved; 0.
+    """Prints the changes; 0.
 
     Raises:
         UsageError: A file cannot be compared, or other options are given.

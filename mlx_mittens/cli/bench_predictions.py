@@ -42,7 +42,7 @@ _REFUSED = ("device", "peer", "resume")
 
 @dataclass(frozen=True)
 class Row:
-    """A case on a chip; None where a kernel does not compile, or no launch is known for what mx does.
+    """A case on a chip; None where a kernel does not compile, or no launch of mx's is known.
 
     Attributes:
         marks: `MARK` where counts of our launches are missed.

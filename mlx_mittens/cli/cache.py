@@ -13,7 +13,7 @@ from ..frontend import cache, cache_limit
 from ..table import aligned
 from .options import UsageError
 
-# What `--clear` takes, and what of the cache it is.
+# Words of `--clear`, and the part of the cache for each.
 _PARTS = {
     "kernels": "compiled kernels",
     "calibration": "calibrations of this machine",

@@ -87,7 +87,7 @@ class _File:
 
 
 def _begun(path: Path, device: str, again: Container[tuple[str, str, str]]) -> Calibration:
-    """What there is of this machine and these versions; rows of some calls are marked as to be measured again."""
+    """The calibration of this machine and these versions; rows of some calls are marked as to be measured again."""
     new = Calibration(store.machine(device), store.versions(device), datetime.date.today().isoformat())
     try:
         found = store.read(path)

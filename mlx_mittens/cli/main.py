@@ -41,7 +41,7 @@ _FIRST_STEPS = ("mlx-mittens doctor", "mlx-mittens bench --quick", "mlx-mittens 
 
 
 def overview() -> str:
-    """What ``mlx-mittens`` alone prints: all commands, and which to begin with."""
+    """The output of ``mlx-mittens`` alone: all commands, and which to begin with."""
     lines = [f"mlx-mittens {__version__}: Metal kernels for MLX, beside mx's own."]
     for title, commands in _GROUPS.items():
         lines += ["", title, *(f"  {name:14}{summary}" for name, summary in commands.items())]

@@ -126,7 +126,7 @@ def _bound(module: Path) -> set[str]:
 
 
 def _existing(name: str, family: str, root: Path) -> str | None:
-    """What there is of a name in a clone already, in whatever family, if there is anything."""
+    """The uses of a name in a clone, in any family, if there are any."""
     for other in FAMILIES:
         for path in files(name, other):
             if (root / path).exists():
@@ -154,7 +154,7 @@ def _existing(name: str, family: str, root: Path) -> str | None:
 
 
 def _check(name: str, family: str, root: Path) -> None:
-    """Refuses what would not become an op.
+    """Refuses arguments that would not become an op.
 
     Raises:
         UsageError: The family is not known, or the name is invalid, or there is something of that name.

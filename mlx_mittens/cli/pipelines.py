@@ -17,7 +17,7 @@ from ..bench import machine
 # Ended processes after which the rest is left out.
 _MOST_DEATHS = 3
 
-# What `probe` compiles.
+# The kernel that `probe` compiles.
 _PROBE = ("norm/rms_norm.metal", "rms_norm_simd32_float16")
 
 # Code of the child process, which uses the parent's sys.path.
@@ -99,7 +99,7 @@ def measured(files: Sequence[str] | None = None, kernels: Sequence[str] | None =
         kernels: Only these of each file.
 
     Yields:
-        ``file``, ``kernel`` and what Metal says: ``maxTotalThreadsPerThreadgroup``, ``staticThreadgroupMemoryLength``
+        ``file``, ``kernel`` and Metal's numbers: ``maxTotalThreadsPerThreadgroup``, ``staticThreadgroupMemoryLength``
         and ``threadExecutionWidth``, with the ``seconds`` that it took, or an ``error``. The file of a kernel is the
         one that it was found through: with a metallib that is the first.
     """

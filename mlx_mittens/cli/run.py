@@ -101,7 +101,7 @@ def _process(argv: list[str]) -> Iterator[None]:
 
 
 def _status(result: Any) -> int:
-    """What ``sys.exit`` makes of the result, as an installed command does."""
+    """The exit status that ``sys.exit`` makes of the result, as an installed command does."""
     if result is None or isinstance(result, int):
         return result or 0
     print(result, file=sys.stderr)

@@ -188,7 +188,7 @@ def _bar(total: int) -> Iterator[Callable[[str], None] | None]:
 
 
 class _Left:
-    """The time that a number of steps still takes, by what those took that are done."""
+    """The time that a number of steps still takes, by the time of finished ones."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._start = total, 0, time.monotonic()
@@ -281,7 +281,7 @@ def progress(ending: Ending | None, measured: int, planned: int) -> dict[str, An
 
 
 def finish(command: str, ending: Ending, file: JsonFile, passed: bool) -> int:
-    """Says on stderr what went wrong beside the results; the exit status."""
+    """Reports problems beside the results on stderr; the exit status."""
     if not ending.complete:
         print(f"mlx-mittens {command}: {ending.reason}", file=sys.stderr)
     if file.problem:

@@ -170,7 +170,7 @@ def unoptimized(
 
 
 def lowered(text: str) -> str:
-    """LLVM's text before any optimization, in which what C++ has otherwise is as Metal has it.
+    """LLVM's text before any optimization, with Metal's semantics where C++ differs.
 
     Our own kernels do without: nothing in them depends on it, and their machine code is recorded.
     """

@@ -12,7 +12,7 @@ from .lower.bfloat_lowering import UnknownOperation
 from .read import sources
 from .rewrite.translation import Translation
 
-# What dynamic threadgroup memory is taken to be: as much as a threadgroup of an Apple GPU may have.
+# Assumed bytes of dynamic threadgroup memory: as much as a threadgroup of an Apple GPU may have.
 _MOST_THREADGROUP_BYTES = 32768
 _THREADGROUPS = (
     "threadgroups_per_grid",

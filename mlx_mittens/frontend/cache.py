@@ -139,7 +139,7 @@ def _only_one(path: Path) -> Iterator[None]:
 def cached(name: str, make: Callable[[Path], None]) -> Path:
     """The path of a file of the cache, made by `make(path)` if it is not there yet.
 
-    What another process makes at this time is waited for. If that takes too long both make it: each writes its own file
+    We wait for a result that another process is making. If that takes too long both make it: each writes its own file
     and moves it into place.
     """
     with contextlib.suppress(RuntimeError):

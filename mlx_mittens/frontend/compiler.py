@@ -94,7 +94,7 @@ def arithmetic_flags(fuse: bool, flush_subnormals: bool) -> list[str]:
 
 
 def header_flags(flags: list[str]) -> list[str]:
-    """As those with which a text is compiled, to a header as clang keeps it for others to include."""
+    """The options for compiling a text, but to a precompiled header that others include."""
     end = len(flags) - 1 - flags[::-1].index("-o") if "-o" in flags else len(flags)
     kept = [flag for flag in [*flags[:end], *flags[end + 2 :]] if flag not in ("-c", "-S", "-emit-llvm")]
     return ["c++-header" if flag == "c++" else flag for flag in kept]
@@ -103,11 +103,11 @@ def header_flags(flags: list[str]) -> list[str]:
 # Memory is read where the kernel reads it: LLVM else hoists the loads of a loop's later rounds in front of it.
 AS_WRITTEN = ["-mllvm", "-disable-licm-promotion"]
 _NO_PASSES = ["-Xclang", "-disable-llvm-passes"]
-_LANGUAGE = ("-c", "-x", "c++", "-std=c++20", "-nostdinc")  # has no influence on LLVM's text
+_LANGUAGE = ("-c", "-x", "c++", "-std=c++20", "-nostdinc")  # flags of C++ input, not of LLVM's text
 
 
 def unoptimized_flags(cpu: list[str]) -> list[str]:
-    """As those for the CPU, to LLVM's text before any pass."""
+    """The options for the CPU, but to LLVM's text before any pass."""
     return [*(flag for flag in cpu if flag != "-c"), "-S", "-emit-llvm", *_NO_PASSES, "-o", "-"]
 
 
@@ -125,7 +125,7 @@ def object_flags(cpu: list[str], optimized: bool) -> list[str]:
 
 
 def lowered_ptx_flags(ptx: list[str]) -> tuple[list[str], list[str]]:
-    """As those for PTX: to LLVM's text before any pass, and from there to PTX."""
+    """The options for PTX in two steps: to LLVM's text before any pass, and from there to PTX."""
     kept = [flag for flag in ptx if flag not in _LANGUAGE]
     return [*ptx, "-emit-llvm", *_NO_PASSES, "-o", "-"], ["-x", "ir", *kept, "-o", "-"]
 

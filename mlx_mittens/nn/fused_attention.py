@@ -146,7 +146,7 @@ def join(module: nn.Module) -> None:
 
 
 def part(module: nn.Module) -> None:
-    """Gives up what `join` did, but for the weights' being views."""
+    """Undoes `join`, but the weights stay views."""
     del module._joined
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a transformer on fused ops, by their structure: what `mlx_mittens.nn.convert` does beyond single modules.
+"""Blocks of a transformer on fused ops, by their structure: `mlx_mittens.nn.convert` beyond single modules.
 
 A block keeps its weights and gets a subclass of its own class, whose call does the same in fewer kernels. Before that
 it runs both ways on random numbers: a block that only looks like Llama's (a multiplied residual, say) stays as it is.
@@ -258,7 +258,7 @@ def _try(
 
 
 def _usual_and_large(mlp: nn.Module, x: mx.array) -> list[mx.array]:
-    """A feed-forward part's results, also of numbers beyond what clamped ones let pass."""
+    """A feed-forward part's results, also of numbers beyond the limits of clamped ones."""
     gates = mlp["gate_proj"](x).astype(mx.float32)
     size = mx.sqrt(mx.mean(mx.square(gates)))
     return [mlp((x * (scale / size)).astype(x.dtype)) for scale in _GATES]
@@ -286,7 +286,7 @@ def _input_of(layer: nn.Module) -> tuple[int, mx.Dtype]:
 
 
 def fuse_blocks(model: nn.Module) -> None:
-    """Fuses what can be fused of a model whose modules are ours already."""
+    """Fuses the blocks of a model whose modules are ours already."""
     modules: list[nn.Module] = [module for _, module in model.named_modules()]
     for module in modules:
         if looks_offset(module):

@@ -1,6 +1,6 @@
 """Modules of ``mlx.nn`` on our ops.
 
-Each is a subclass of its twin, so whatever is done with that (quantizing, freezing, loading weights, LoRA) works here.
+Each is a subclass of its twin, so its other uses (quantizing, freezing, loading weights, LoRA) work here.
 During export the op raises ExportError, and the module calls its mlx.nn base class. A check before each call would cost
 host time.
 """

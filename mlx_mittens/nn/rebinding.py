@@ -72,7 +72,7 @@ def _ready(is_of_class: bool) -> Iterator[tuple[Target, Any, str]]:
 
 
 def wrappers(op: str) -> list[Any]:
-    """What converted models call in the place of an op's functions, whichever model it is."""
+    """Functions that converted models call in the place of an op's, in any model."""
     ready = [each for is_of_class in (False, True) for each in _ready(is_of_class)]
     return [_wrapper(target) for target, _, _ in ready if target.op == op]
 
@@ -279,7 +279,7 @@ def class_before(module: Any) -> type:
 
 
 def rebind(modules: list[nn.Module]) -> None:
-    """Gives modules of mlx-lm's classes, and what these turn heads by, calls that find our functions."""
+    """Gives modules of mlx-lm's classes, and their rotary embeddings, calls that find our functions."""
     if "mlx_lm" not in sys.modules:
         return
     rebinding = _Rebinding()

@@ -242,7 +242,7 @@ def quantized_scaled_dot_product_attention(
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Attention over a packed key-value cache, read once as it is packed.
 
-    Takes what ``mlx_lm.models.base.quantized_scaled_dot_product_attention`` takes, with sinks and a window besides.
+    Takes the arguments of ``mlx_lm.models.base.quantized_scaled_dot_product_attention``, and sinks and a window.
     Kernels cover 4 and 8 bits. Other calls are composed of mx operations: in these, NaN among hidden scales and biases
     reaches the result. ``queries``, an additive ``mask`` and ``sinks`` have gradients.
 

@@ -179,7 +179,7 @@ def paged_append(
     append to the same key leave one or the other there.
 
     Pools that nothing else refers to are updated in place, also while work on them is on its way; others are copied
-    first. Packed pools get what ``mx.quantize`` gives on the same device.
+    first. Packed pools get the words of ``mx.quantize`` on the same device.
 
     Args:
         keys (array): New keys of shape ``[batch, key_heads, tokens, width]``; float32, float16 or bfloat16. A view

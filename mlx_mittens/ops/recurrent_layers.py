@@ -152,7 +152,7 @@ def gated_delta_token(
         state (array): Of shape ``[batch, heads, rows, columns]``.
         eps (float): Of the norm of the result. Default: ``1e-6``.
         key_eps (float): Added to the sums of squares of queries and keys. Default: ``1e-6``.
-        gate (str): What ``z`` goes through, ``"silu"`` or ``"sigmoid"``. Default: ``"silu"``.
+        gate (str): Activation of ``z``, ``"silu"`` or ``"sigmoid"``. Default: ``"silu"``.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -242,7 +242,7 @@ def ssm_inputs(
     *,
     stream: StreamOrDevice = None,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """What ``ssm_update`` takes of a prompt, from the projection of a layer of Mamba 2, in one launch::
+    """The inputs of ``ssm_update`` for a prompt, from the projection of a layer of Mamba 2, in one launch::
 
         window = concatenate([conv_state, mixed])
         x, B, C = split(silu(convolution(window, conv_weight) + conv_bias))

@@ -1,4 +1,4 @@
-"""mlx-lm's function between a model's attention and mx's, on ours: what converted models call."""
+"""mlx-lm's function between a model's attention and mx's, on ours, for converted models."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def patch(
 ) -> None:
     """Puts the ops in the place of mx's own, for the whole process and until ``unpatch()``.
 
-    What no kernel covers goes on to the original function, with its arguments as they came; ``stats()`` counts both.
+    A call that no kernel covers goes on to the original function, with its own arguments; ``stats()`` counts both.
     Results are lazy, as before, and gradients, ``mx.compile`` and ``mx.vmap`` work through them. A second call only
     changes the settings. Functions that someone imported by name before (``from mlx.core import softmax``) are out of
     reach, and so are graphs that ``mx.compile`` has traced before. A function that ``mx.export_function`` or

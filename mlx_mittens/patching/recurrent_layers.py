@@ -3,7 +3,7 @@
 A token behind others is one launch between its projections. Prompts, first tokens, and tokens with a mask or lengths
 are one launch before the steps of mlx-lm, with exact=True all tokens: the two round differently. LFM2's convolution is
 one launch for all of them. A function here computes the call of a known class, and gives None where mlx-lm's own call
-must run: without a cache, and for sharded layers. `targets` names the classes by what their calls do.
+must run: without a cache, and for sharded layers. `targets` names the classes by digests of their calls.
 """
 
 from __future__ import annotations

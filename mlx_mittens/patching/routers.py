@@ -1,7 +1,7 @@
 """The mixtures of mlx-lm's models. Routers choose experts in one kernel, and a token on an Apple GPU is two launches.
 
 A function here computes the call of a known class, and gives None where mlx-lm's own call must run: where a layer is
-sharded, or no kernel chooses. `targets` names the classes by what their calls do.
+sharded, or no kernel chooses. `targets` names the classes by digests of their calls.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class PatchError(RuntimeError):
 class Target:
     """A function of another package, and the op that stands in for it."""
 
-    switch: str  # what patch() calls it
+    switch: str  # its name in patch()
     op: str  # its name in stats()
     module: str  # where the function is
     path: str  # and its name there, with dots

@@ -180,7 +180,7 @@ def gather_qmv(
 ) -> mx.array:
     """``mx.gather_qmm`` of single rows: x [..., 1, K], weights [E, N, K], indices of one shape; no global scale.
 
-    It is what MLX launches for a token of a mixture, whose indices are not sorted.
+    MLX launches it for a token of a mixture, whose indices are not sorted.
     """
     if x.shape[-2] != 1 or lhs_indices.shape != rhs_indices.shape:
         raise ValueError(f"[peer.gather_qmv] x has shape {x.shape}: expected [..., 1, K], and indices of one shape")

@@ -68,7 +68,7 @@ def simdgroups(launch: Launch) -> int:
 
 
 def counts_of(launch: Launch) -> tuple[float, ...]:
-    """What `executions` asks of a launch: with the same code and counts it finds the same."""
+    """The inputs of `executions` from a launch: with the same code and counts it finds the same."""
     return simdgroups(launch), *(_total(launch, name) for name in _COUNTS)
 
 

@@ -350,7 +350,7 @@ def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContex
     Ops in the block are planned for the chip. The times are predictions, which no Mac has measured: docs/apple.md has
     the model's errors. The simulator runs at its own speed, some ten thousand times slower than a GPU.
 
-    With ``peer="metal"`` what mx computes itself is in the list too, as the launches of MLX's own Metal kernels: those
+    With ``peer="metal"`` mx's own computations are in the list too, as the launches of MLX's own Metal kernels: those
     that are headers in its wheel run in the simulator, on drawn inputs of the same shapes, after the block; the others
     are estimated from the bytes that they move. So a model can be predicted with and without the patch.
 
@@ -360,7 +360,7 @@ def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContex
 
     Args:
         chip: An Apple GPU, such as ``"m2-max"``.
-        peer: ``"metal"``: what mx computes is in the list, as MLX's Metal kernels.
+        peer: ``"metal"``: mx's computations are in the list, as MLX's Metal kernels.
 
     Raises:
         ValueError: If the chip is unknown; the message lists the known ones. If peer is another.
@@ -409,7 +409,7 @@ def _planned_for(chip: Chip) -> Iterator[None]:
 
 
 def _add_launches_of_mx(launches: PredictedLaunches[Any], recorder: mlx_graph.Recorder) -> None:
-    """Adds what MLX launches for the operations that it evaluated; each of its kernels is simulated once a shape."""
+    """Adds MLX's launches for the operations that it evaluated; each of its kernels is simulated once a shape."""
     done: dict[tuple[object, ...], list[PredictedLaunch | EstimatedLaunch]] = {}
     estimate = lambda some: [EstimatedLaunch(each.name, each.work, launches.chip) for each in some]
     for operations, simulated in recorder.evaluations:
@@ -441,7 +441,7 @@ def _simulated(call: Callable[[], mx.array], chip: Chip) -> list[PredictedLaunch
 
 
 class _Compiler:
-    """Compiles launches, and counts what their blocks execute: once for launches that are alike."""
+    """Compiles launches, and counts executions of their blocks: once for launches that are alike."""
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip

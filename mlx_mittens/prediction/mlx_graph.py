@@ -71,7 +71,7 @@ class Operation:
 
     Attributes:
         name: Of MLX's primitive, such as ``Add``, or of the function that was called, such as ``mx.fast.rope``.
-        details: What else its kernel depends on, of primitives.
+        details: Other properties of a primitive that its kernel depends on.
         inputs: Arrays that it takes; of a call in the order of `arguments`.
         outputs: Arrays that it makes.
         arguments: Names of a call's arguments that are arrays; of those without a name their position, of those in a

@@ -90,9 +90,9 @@ def enabled(
         pretend_metal: Whether MLX answers as on a Mac, for libraries that ask before they launch a kernel:
             ``mx.metal.is_available()`` is true, and ``mx.gpu`` is a device that works. Kernels that a module did not
             make at its import, since there was no Metal, are made.
-        equal_writes: What several threads that write one value to one place are, with no barrier between: ``"note"``
+        equal_writes: Treatment of threads that write one value to one place, with no barrier between: ``"note"``
             (see ``notes``) or ``"fault"``.
-        subnormals: What float32 numbers below 1.2e-38 are: ``"keep"``, as IEEE has it, or ``"flush"``, zero, as on a
+        subnormals: Treatment of floats below 1.2e-38: ``"keep"``, as IEEE has it, or ``"flush"``, zero, as on a
             GPU whose kernels MLX compiles.
         fuse: Whether ``a * b + c`` within an expression rounds once, as MLX's compiler may have it.
         tensor_layout: Which lane holds which elements of a cooperative tensor of Metal 4: ``"m5"``, or ``"shuffled"``
@@ -170,7 +170,7 @@ def launched() -> int:
 
 
 def notes() -> list[str]:
-    """Notes of the watcher since the last call on what no GPU shows, such as several threads that write one value.
+    """Notes of the watcher since the last call on effects that no GPU shows, such as two threads that write one value.
 
     Example:
         >>> earlier = mm.simulator.notes()

@@ -56,7 +56,7 @@ class _Generated:
 
 
 class Kernel:
-    """A kernel that runs in the simulator; called as what ``mx.fast.metal_kernel`` returns is.
+    """A kernel that runs in the simulator; called as a kernel of ``mx.fast.metal_kernel``.
 
     Example:
         >>> source = "uint i = thread_position_in_grid.x; y[i] = 2 * x[i];"
@@ -71,7 +71,7 @@ class Kernel:
         self._name = name
         self._header = header
         self._source = source
-        self._is_known = bool(name)  # else they are found in what MLX generates
+        self._is_known = bool(name)  # else they are found in MLX's generated text
 
     def __call__(
         self,

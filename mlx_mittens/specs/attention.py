@@ -239,7 +239,7 @@ def twin_mask(mask: None | str | mx.array, window: int | None, queries: int, key
 
 
 def zero_unseeing(y: mx.array, mask: None | str | mx.array, window: int | None, queries: int, keys: int) -> mx.array:
-    """A result of mx, in which rows that see no key are what their device makes of them, with 0 for these rows."""
+    """A result of mx, with 0 for rows that see no key, whose results depend on the device."""
     seen = twin_mask(mask, window, queries, keys)
     if isinstance(seen, str):
         seen = mx.arange(keys) <= mx.arange(queries)[:, None] + keys - queries

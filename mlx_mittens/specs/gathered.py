@@ -135,7 +135,7 @@ class MixtureOp(ModelOp):
     """Tokens, a router's logits, six triples, the shared expert's logits, and biases.
 
     The shape of a case is ``(tokens, chosen, experts, columns, hidden)``; there are as many outputs as columns. An
-    option ``parts`` says what there is beside the experts: ``shared``, ``bias``, or nothing.
+    option ``parts`` names the parts beside the experts: ``shared``, ``bias``, or nothing.
     """
 
     smallest = (2, 2, 16, 64, 64)

@@ -101,7 +101,7 @@ def exact_gated_delta_inputs(
         value, size = (part[..., begin : begin + of_keys].reshape(q.shape) for part in (c.value, sizes))
         root = np.sqrt((value**2).sum(-1, keepdims=True) + key_eps)
         value, size = scale * value / root, scale * size / root
-        # A norm of what nearly cancels magnifies the errors before it.
+        # A norm of numbers that nearly cancel magnifies the errors before it.
         along = (np.abs(value) * size).sum(-1, keepdims=True) / scale**2
         return Exact(value, size + np.abs(value) * along)
 

@@ -228,7 +228,7 @@ def widen(a: mx.array | None) -> np.ndarray | None:
 def dequantized(
     words: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str = "affine"
 ) -> np.ndarray:
-    """What `mx.quantize` packed, in float64."""
+    """The numbers that `mx.quantize` packed, in float64."""
     wide = widen(scales) if mode == "affine" else np.array(scales)
     return reference.dequantize(np.array(words), wide, widen(biases), group_size, bits, mode)
 

@@ -192,7 +192,7 @@ def exact_gated_delta_token(
 ) -> list[Exact]:
     """A token of a layer of the gated delta rule by its definition, in float64: y, and both states.
 
-    Sizes belong to sums whose terms cancel. A norm of what nearly cancels magnifies the errors before it.
+    Sizes belong to sums whose terms cancel. A norm of numbers that nearly cancel magnifies the errors before it.
     """
     (batch, key_heads, columns), (group, rows) = q.shape, v.shape[2:]
     heads = key_heads * group

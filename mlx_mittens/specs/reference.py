@@ -211,7 +211,7 @@ def small_floats(bits: np.ndarray, exponent_bits: int, fraction_bits: int) -> np
 
 
 def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int, mode: str = "affine") -> np.ndarray:
-    """What `mx.quantize` packed, in float64; modes but affine have no biases."""
+    """The numbers that `mx.quantize` packed, in float64; modes but affine have no biases."""
     values = _integers(words, bits)
     if mode != "affine":
         scales = np.array(scales)

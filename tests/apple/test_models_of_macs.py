@@ -1,4 +1,4 @@
-"""The first table of the README and of the site: what bench/apple/models.py makes of the predictions that are kept."""
+"""The first table of the README and of the site, which bench/apple/models.py makes from the kept predictions."""
 
 import json
 import re

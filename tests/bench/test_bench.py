@@ -246,7 +246,7 @@ def test_updated_inputs_have_buffers_of_their_own():
 
 
 class FakeGpu:
-    """A clock that only work moves, in place of MLX's and the system's, and what happened in order."""
+    """A clock that only work moves, in place of MLX's and the system's, and the events in order."""
 
     BUILD, HAND_OVER, CALL = 2e-3, 1e-4, 1e-5  # seconds of a call on the host, of all calls, and of one on the GPU
 
@@ -300,7 +300,7 @@ def test_calls_on_a_gpu_wait_behind_other_work(monkeypatch):
 
 @pytest.mark.parametrize("width", [1, 24, 64, 100])
 def test_small_results_are_repeated_in_a_chain(monkeypatch, width):
-    """And what repeating them takes is no part of a call's time."""
+    """And the time of repeating them is no part of a call's time."""
     seconds = iter([10.0, 4.0])  # of three calls with two links, and of the links
 
     def timed(sampler, work_seconds, make):

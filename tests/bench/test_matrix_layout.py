@@ -1,4 +1,4 @@
-"""`doctor` asks which lane of an M5's SIMD-group holds what, and says whether it is what MLX's kernels assume."""
+"""`doctor` asks an M5 for the layout of matrices in a SIMD-group, and reports whether MLX's kernels assume the same."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What `doctor --json` records of a Mac: pipelines and GPU, with planted answers of Metal; and the comparison."""
+"""The records of `doctor --json` on a Mac: pipelines and GPU, with planted answers of Metal; and the comparison."""
 
 import json
 import subprocess

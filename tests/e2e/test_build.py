@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "cmake"))
 import guard  # noqa: E402
 
-# Prints, for a platform and config settings, what scikit-build-core would ask pip for, define, and write into the tag.
+# Prints, for a platform and config settings, scikit-build-core's requirements, definitions and tag.
 ASK = """
 import json, platform, sys
 sys.platform = sys.argv[1]

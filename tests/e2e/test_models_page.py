@@ -79,7 +79,7 @@ def test_what_is_converted_has_what_is_patched():
 
 
 def test_a_first_prompt_is_appended_as_a_later_one():
-    """Layer by layer, but for what rotating caches keep."""
+    """Layer by layer, but not for the keys in rotating caches."""
     for name, row in ROWS.items():
         for how, cells in row.items():
             first, later = (

@@ -1,4 +1,4 @@
-"""bfloat in 16-bit integers: what LLVM's text computes after the lowering, on this processor."""
+"""bfloat in 16-bit integers: results of LLVM's text after the lowering, on this processor."""
 
 import ctypes
 import subprocess

@@ -551,7 +551,7 @@ def test_float32_of_inf_and_nan(rng, special, side):
     np.testing.assert_allclose(float_product(a, b, c), expected, rtol=tolerances.SUM, atol=tolerances.SUMS)
 
 
-# What NVIDIA's assembler says, and our own kernels.
+# NVIDIA's assembler, and our own kernels.
 
 
 @needs_ptxas

@@ -1,4 +1,4 @@
-"""Kernels of a .metallib as Apple's compiler left them, beside what our front end makes of the same source."""
+"""Kernels of a .metallib as Apple's compiler left them, beside our front end's output for the same source."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def meaning(text: str) -> Meaning:
 
 
 def ours(header: str, instantiation: str) -> Meaning:
-    """Of what our front end makes of a kernel of MLX's, fused as MLX has it compiled."""
+    """The meaning of our front end's code for a kernel of MLX's, fused as MLX has it compiled."""
     name = f"air{next(_serial)}.metal"
     lines = [f'#include "mlx/backend/metal/kernels/{one}"' for one in ("utils.h", *header.split())]
     frontend.register_source(name, "\n".join([*lines, f'instantiate_kernel("test", {instantiation})']) + "\n")

@@ -56,7 +56,7 @@ def hides(queries: int) -> tuple[str, ...]:
 
 @dataclass
 class Hidden:
-    """Keys that some rows do not see, to hold what must not matter to these."""
+    """Keys that some rows do not see, whose numbers must not matter to these rows."""
 
     mask: str | mx.array | None
     window: int | None
@@ -96,7 +96,7 @@ def without(y: mx.array, rows: np.ndarray, exact: specs.Exact) -> mx.array:
 
 
 def mx_attention(q, k, v, scale, mask=None, sinks=None, window=None):
-    """What mx gives on the CPU, with 0 for rows that see no key."""
+    """mx's result on the CPU, with 0 for rows that see no key."""
     queries, keys = q.shape[2], k.shape[2]
     with mx.stream(mx.cpu):
         seen = twin_mask(mask, window, queries, keys)

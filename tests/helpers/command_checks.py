@@ -46,7 +46,7 @@ else:
 
 
 def project() -> dict:
-    """What pyproject.toml says."""
+    """The contents of pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

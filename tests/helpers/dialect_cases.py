@@ -190,7 +190,7 @@ ACCEPTED = {
     "argument buffer": "struct Args { device float* out [[id(0)]]; uint n [[id(1)]]; };\nkernel void k(constant Args& args [[buffer(0)]], uint i [[thread_position_in_grid]]) { args.out[i] = args.n; }\n",
 }  # fmt: skip
 
-# The line of the mistake, a part of what is said of it, and the text without its two first lines.
+# The line of the mistake, a part of the message, and the text without its two first lines.
 REFUSED = {
     # Types of the library, buffers, aliases, threadgroup memory.
     "matrix of integers": (3, "a matrix is of float or half", on("int", "matrix<int, 2, 2> m; a[i] = 0;")),

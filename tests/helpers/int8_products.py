@@ -33,7 +33,7 @@ def as_rounded(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def run_all() -> None:
-    """Every kernel, launched by the op as on an M5, and right by float64 of what x was rounded to."""
+    """Every kernel, launched by the op as on an M5, and right by float64 of the rounded x."""
     rng = np.random.default_rng(0)
     for dtype in specs.DTYPES.values():
         for group in GROUPS:

@@ -27,7 +27,7 @@ METAL = ROOT / "csrc" / "backends" / "metal.cpp"
 SEED = 2  # another thread order than in test_variants and test_quick
 
 
-# What else the shared object is made of.
+# Other sources of the shared object.
 OTHERS = (
     ROOT / "csrc" / "backends" / "compiled.cpp",
     *(ROOT / "csrc" / "mlx_internals" / name for name in ("buffer_ownership.cpp", "known.cpp")),

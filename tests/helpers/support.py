@@ -43,7 +43,7 @@ def bits(a: mx.array) -> bytes:
 
 
 def peak_memory(function: Callable[[], object]) -> int:
-    """Bytes that a call takes at most, beside what there is before."""
+    """Bytes that a call takes at most, beside the memory before it."""
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()

@@ -86,7 +86,7 @@ def save(folder: Path, name: str, dtype: mx.Dtype, bits: int | None = None, make
 
 
 def tokens(model: nn.Module, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """What mlx-lm generates, greedily."""
+    """The tokens that mlx-lm generates, greedily."""
     return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count, **options)]
 
 

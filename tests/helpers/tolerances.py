@@ -95,7 +95,7 @@ def of_terms(size: int) -> float:
 
 
 def of_roundings(dtype: mx.Dtype) -> float:
-    """What mx and ours may differ by where each rounds the result and a number before it: four units.
+    """The limit between mx and ours where each rounds the result and a number before it: four units.
 
     Both are off by half a unit twice, and the largest element, which this is relative to, may be anywhere between two
     powers of two.

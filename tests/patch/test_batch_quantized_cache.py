@@ -1,4 +1,4 @@
-"""mm.nn.BatchQuantizedKVCache: each row holds, bit for bit, what mlx-lm's QuantizedKVCache of this request holds."""
+"""mm.nn.BatchQuantizedKVCache: each row equals, bit for bit, mlx-lm's QuantizedKVCache of this request."""
 
 import sys
 from types import SimpleNamespace
@@ -211,7 +211,7 @@ def test_a_token_of_every_row_is_appended_in_one_launch(rng, native):
 
 
 def _server(model, **options):
-    """What mlx-lm's server asks of itself whether a request can join a batch."""
+    """The check of mlx-lm's server whether a request can join a batch."""
     arguments = {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0, **options}
     return SimpleNamespace(
         cli_args=SimpleNamespace(**arguments), model_provider=SimpleNamespace(is_batchable=True, model=model)

@@ -1,4 +1,4 @@
-"""mm.nn.BatchRotatingQuantizedKVCache: each row holds, bit for bit, what mx.quantize makes of its last tokens."""
+"""mm.nn.BatchRotatingQuantizedKVCache: each row holds, bit for bit, the words of mx.quantize for its last tokens."""
 
 import copy
 import runpy

@@ -194,7 +194,7 @@ def test_other_quantized_caches_stay_mlx_lms(native, lenient, small_steps, what)
 
 
 def batch_rotating_steps(made, lengths, together):
-    """What attention sees of a batch after a prompt and the tokens behind it."""
+    """Results of attention on a batch for a prompt and the tokens behind it."""
     rng = np.random.default_rng(4)
     heads = [mx.array(rng.standard_normal((2, n, sum(lengths), 64)).astype(np.float32)) for n in (4, 2, 2)]
     pending, results, end = [], [], 0

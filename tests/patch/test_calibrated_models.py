@@ -28,7 +28,7 @@ def on_kernels():
 
 
 def measured():
-    """What ran of ops that a calibration measures: others are one launch for many of mx's on every machine."""
+    """Runs of ops that a calibration measures: others are one launch for many of mx's on every machine."""
     return {op: counts for op, counts in mm.stats().items() if op not in grid.ASK_NOTHING}
 
 

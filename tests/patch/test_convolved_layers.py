@@ -1,4 +1,4 @@
-"""Layers with short convolutions: a token of theirs is one launch between projections, and gives what mlx-lm gives."""
+"""Layers with short convolutions: a token of theirs is one launch between projections, and gives mlx-lm's results."""
 
 import contextlib
 

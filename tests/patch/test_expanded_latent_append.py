@@ -138,7 +138,7 @@ def test_other_caches(rng, native):
 
 @pytest.mark.parametrize("change", ["scaled", "scaled before", "no columns", "part", "a head each", "turned twice"])
 def test_what_is_computed_apart(rng, native, change):
-    """Heads that the append does not know give what mlx-lm computes."""
+    """Heads that the append does not know give mlx-lm's results."""
     shape = (1, 2, 1, 8, 8, 16)
     queries, keys, values, key = parts(drawn(rng, shape, mx.float32), shape)
     results = []
@@ -166,7 +166,7 @@ def test_what_is_computed_apart(rng, native, change):
 
 
 def test_gradients(rng, native):
-    """Are what mx computes: nothing is fused where derivatives are asked for."""
+    """Are mx's: nothing is fused where derivatives are asked for."""
     shape = (1, 2, 1, 8, 8, 16)
     arrays = drawn(rng, shape, mx.float32)
 

@@ -1,4 +1,4 @@
-"""What MLX exports: a function under the patch, or of modules of ours, is saved as mx's own primitives."""
+"""Exports of MLX: a function under the patch, or of modules of ours, is saved as mx's own primitives."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ def undone():
 
 
 def primitives(function, *inputs) -> set[str]:
-    """The names of what MLX would save."""
+    """The names of the primitives that MLX would save."""
     entries = []
     mx.export_function(entries.append, function, *inputs)
     return {entry["name"] for entry in entries if entry["type"] == "primitive"}

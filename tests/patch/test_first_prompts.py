@@ -1,4 +1,4 @@
-"""Prompts into empty caches, and tokens that make these grow: one append a layer, and what mlx-lm's cache is then."""
+"""Prompts into empty caches, and tokens that make these grow: one append a layer, and mlx-lm's cache afterwards."""
 
 import contextlib
 import copy
@@ -117,7 +117,7 @@ def test_trimmed_caches_grow_as_mlx_lms():
 
 
 def caches_of(model, kind):
-    """What mlx-lm makes for a model, or caches of one kind."""
+    """The caches that mlx-lm makes for a model, or caches of one kind."""
     return cache.make_prompt_cache(model) if kind == "its own" else [CACHES[kind]() for _ in model.layers]
 
 

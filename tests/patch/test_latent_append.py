@@ -149,7 +149,7 @@ def test_a_layers_launches(rng, name, converts, lenient):
 
 @pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
 def test_a_gate_of_the_output(rng, converts, native, lenient):
-    """Kimi K3 may multiply what attention gives with a gate."""
+    """Kimi K3 may multiply attention's result with a gate."""
     model, tokens = MODELS["build"]("kimi_k3", mx.float32), mx.array(rng.integers(1, 300, (1, 12)))
     for layer in model.layers:
         attention = layer.self_attn

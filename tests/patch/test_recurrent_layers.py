@@ -1,4 +1,4 @@
-"""Layers that keep a state: a token of theirs is one launch between their projections, and gives what mlx-lm gives."""
+"""Layers that keep a state: a token of theirs is one launch between their projections, and gives mlx-lm's results."""
 
 import contextlib
 

@@ -72,7 +72,7 @@ def test_the_same_text(what):
 
 
 def test_the_default_sampler():
-    """What generate_step falls back to."""
+    """The sampler that generate_step falls back to."""
     model = tiny.build("llama-3.2-1b", mx.float16)
     expected = tiny.tokens(model, [1, 2, 3], 12)
     mm.stats(reset=True)

@@ -1,4 +1,4 @@
-"""Decoder layers that normalize what their parts give, patched and converted: Gemma 2 and 3, GLM-4."""
+"""Decoder layers that normalize the outputs of their parts, patched and converted: Gemma 2 and 3, GLM-4."""
 
 import mlx.core as mx
 import mlx.nn as nn

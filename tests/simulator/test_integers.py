@@ -8,7 +8,7 @@ from helpers.simulate import kernel, register, run
 ARGUMENTS = "const device int* x [[buffer(0)]], device int* y [[buffer(1)]]"
 LEAST = -(2**31)
 
-# What y[0] becomes; x is 0, 1, -1, the least integer, 32, 7, 0, 0, ... None: some value, of no certain kind.
+# The result y[0]; x is 0, 1, -1, the least integer, 32, 7, 0, 0, ... None: some value, of no certain kind.
 DIVISIONS = {
     "scalars by zero": ("y[i] = x[5] / x[0] + x[5] % x[0];", None),
     "unsigned scalars by zero": ("y[i] = uint(x[5]) / uint(x[0]) + uint(x[5]) % uint(x[0]);", None),

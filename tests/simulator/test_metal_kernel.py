@@ -382,7 +382,7 @@ def test_lines_of_a_compile_error_are_the_users():
         mx.eval(run("// caf\u00e9\n float caf\u00e9 = 1; out[0] = 1;", [mx.zeros(9)]))
 
 
-# What clang takes in plain C++: the message, and header and source of a kernel.
+# Code that clang takes in plain C++: the message, and header and source of a kernel.
 A_MAC_REFUSES = {
     "double": (r"test\.metal:2: error: Metal has no double: write float", "", "\ndouble x = a[0]; out[0] = x;"),
     "double in the header": (

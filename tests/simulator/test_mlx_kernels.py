@@ -1,7 +1,7 @@
 """MLX's own Metal kernels, out of the installed wheel, through our front end and simulator: right, and without a fault.
 
-They calibrate both: what Apple's compiler takes must pass here, and the watcher must not cry wolf over it. How MLX
-launches these kernels, which is what `mlx_mittens.peer.mlx_metal` does, is the subject of test_mlx_metal.py.
+They calibrate both: text that Apple's compiler takes must pass here, and the watcher must not cry wolf over it. How MLX
+launches these kernels, as `mlx_mittens.peer.mlx_metal` does, is the subject of test_mlx_metal.py.
 """
 
 import struct

@@ -238,7 +238,7 @@ CASES = {
 
 
 # The kernels of mlx-lm's losses read the maxima of all simdgroups and then write sums in their place, without a barrier
-# between: one simdgroup may overwrite what another has not read.
+# between: one simdgroup may overwrite numbers that another has not read.
 RACES = {"kl_forward": 2, "kl_backward": 3, "js_forward": 2, "js_backward": 4}
 
 

@@ -77,7 +77,7 @@ def test_the_line_is_named():
     assert re.search(rf"metal:{line}\)", str(caught.value))
 
 
-# What of an array is read before it is written, and the same without that read.
+# Reads of an array's elements before they are written, and the same without that read.
 UNINITIALISED = {
     "one element": "float v[4];\nfor (int j = 0; j < n; ++j) { v[j] = x[j]; }\ny[i] = v[0] + v[3];",
     "all but the first": "int v[4], w = 2;\nv[0] = 1;\nfor (int j = 0; j < n; ++j) { v[j] = j; }\nfor (int j = 0; j < 4; ++j) { w += v[j]; }\ny[i] = w;",

@@ -571,7 +571,7 @@ PLANTS = {
         ((device float*)y)[group * 64 + i] = 1;
         """,
     ),
-    # What nothing wrote.
+    # Reads of memory that nothing wrote.
     "threadgroup_memory_unwritten": Plant(
         ["uninitialised", "byte 36", 'threadgroup array "a"'],
         """

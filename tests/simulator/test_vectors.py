@@ -57,7 +57,7 @@ ARGUMENTS = "const device float* x [[buffer(0)]], device float* y [[buffer(1)]]"
 
 
 def launched(body, watch=True):
-    """As `run`, of a source that is registered: what `mm.ops.custom.launch` takes."""
+    """As `run`, of a registered source, as `mm.ops.custom.launch` takes it."""
     y = np.zeros((8, 4), np.float32)
     launch(
         register(HELPERS + kernel(LAUNCHED + body, ARGUMENTS)),

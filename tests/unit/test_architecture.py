@@ -175,7 +175,7 @@ def test_modules_import_in_no_circle():
 
 
 def test_the_documentation_has_every_folder_and_module_of_the_package():
-    """And what each imports, but for private modules, whose names begin with `_`."""
+    """And the imports of each, but for private modules, whose names begin with `_`."""
     graph: dict[str, set[str]] = {}
     for name, others in imports().items():
         own, *_ = name.split(".")[1:] or ["_"]

@@ -100,7 +100,7 @@ def few(op: specs.Op) -> list[Case]:
     "op", [op for op in specs.OPS if op.name not in {*OF_THEMSELVES, *COMPOSED_ALONE}], ids=lambda op: op.name
 )
 def test_every_composition_is_right(op, dtype, composed, rng):
-    """It gives what native code gives, of the same types: derivatives and vmap rest on it too."""
+    """It gives the results of native code, of the same types: derivatives and vmap rest on it too."""
     for case in few(op):
         arrays, cotangents = op.draw(rng, case, dtype), op.cotangents(rng, case, dtype)
         mm.stats(reset=True)

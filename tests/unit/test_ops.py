@@ -1,4 +1,4 @@
-"""What every op of the table promises, whatever it computes."""
+"""Promises of every op of the table, whatever it computes."""
 
 import itertools
 import math

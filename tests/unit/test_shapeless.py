@@ -14,7 +14,7 @@ import mlx_mittens as mm
 pytestmark = pytest.mark.usefixtures("native", "lenient")
 
 EVERY = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-# What no kernel covers mx differentiates, or refuses to.
+# Calls that no kernel covers, which mx differentiates or refuses to.
 DERIVED = [call for call in CALLS if call.covered and call.differentiable()]
 DIFFERENTIABLE = pytest.mark.parametrize("call", DERIVED, ids=lambda call: call.name)
 # mx refuses the second derivatives of its products with chosen experts by their scales.
@@ -70,7 +70,7 @@ def differentiated(call, derive):
 
 
 def with_more(call, rng, more):
-    """Lists of a call's arrays, and numbers like what `more` returns of them behind."""
+    """Lists of a call's arrays, and behind them numbers of the shapes that `more` returns."""
 
     def arrays_of(arrays):
         like = more(arrays)

@@ -144,7 +144,7 @@ def test_error_of_the_exact_value_is_rounding(dtype, rng):
 
 
 def test_a_sum_that_comes_rounded_is_no_error_of_the_weights_gradient(rng):
-    """The rows' terms cancel in every column, and what rounding x + residual left in them remains."""
+    """The rows' terms cancel in every column, and the rounding errors of x + residual remain."""
     op, case = specs.get("add_rms_norm"), Case("cancels", (2, 64), vjp=True)
     x, residual, dy = (rng.uniform(a, b, (1, 64)) for a, b in [(16, 20), (0.1, 0.2), (1, 2)])
     rows = [np.concatenate(a) for a in [(x, x), (residual, -residual), (dy, -dy * (x + residual) / (x - residual))]]

@@ -144,7 +144,7 @@ def disabled():
 
 @pytest.mark.parametrize("name", [op.name for op in specs.OPS if op.name not in switches.WITHOUT_TWIN])
 def test_switched_off(name, native, lenient, fresh, disabled, rng):
-    """The op goes to mx, with the reason that stats() and supports() have, and gives what mx gives."""
+    """The op goes to mx, with the reason that stats() and supports() have, and gives mx's result."""
     op = specs.get(name)
     case = next(iter(smallest(op)))
     arrays = op.draw(rng, case, mx.float32)

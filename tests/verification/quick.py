@@ -85,7 +85,7 @@ def find() -> dict[Key, set[str]]:
 
 
 def text(best: Mapping[Key, Collection[str]]) -> str:
-    """What quick.json holds, a run a line."""
+    """The contents of quick.json, a run a line."""
     runs = [json.dumps({"run": key, "variants": sorted(variants)}) for key, variants in best.items()]
     return "[\n" + ",\n".join(runs) + "\n]\n"
 

@@ -87,7 +87,7 @@ class Sanitizer:
     """How to build with sanitizers, and how to run the build.
 
     Attributes:
-        checks: What -fsanitize= takes.
+        checks: Value of -fsanitize=.
         libraries: Libraries of the compiler that have to be loaded before Python.
         options: Environment variables of the run.
     """

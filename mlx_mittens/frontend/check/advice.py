@@ -117,7 +117,7 @@ def metals_name(name: str) -> str | None:
 
 
 def advised(message: str) -> str:
-    """Clang's message in Metal's words, with what to write where it is known."""
+    """Clang's message in Metal's words, with the code to write where it is known."""
     if header := re.match(r"'(.+)' file not found", message):
         own = "Metal's own library is <metal_stdlib>, and -I FOLDER says where others are"
         return f"there is no header <{header[1]}>: {own}"

@@ -20,7 +20,7 @@ def in_metals_words(what: str) -> str:
 
 
 def counts(warning: str) -> bool:
-    """Whether what clang only warns of is a mistake in Metal."""
+    """Whether a mere warning of clang's is a mistake in Metal."""
     if "::mittens::" in warning:
         return False
     if "cannot be narrowed" in warning:

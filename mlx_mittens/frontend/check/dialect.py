@@ -66,7 +66,7 @@ def check(file: str, options: Options = DEFAULTS) -> list[Problem]:
 
 
 def refused(file: str) -> list[Problem]:
-    """What any Mac's compiler would refuse in a file, for a kernel that is about to run.
+    """Code that any Mac's compiler would refuse in a file, for a kernel that is about to run.
 
     These are the errors of `check` without the doubtful ones and without errors of memory: only a launch knows how
     much it asks for.

@@ -29,7 +29,7 @@ def exact_gradients(q, k, v, dy, scale, mask=None, sinks=None, window=None):
 
 
 def limit_of(exact, dtype):
-    """Of the largest element, and what rounding leaves where terms cancel."""
+    """Of the largest element, and the rounding errors where terms cancel."""
     part = SUMS if dtype == mx.float32 else GRADIENTS_16_BIT
     return part * np.abs(exact.value).max() + units(2, dtype) * exact.magnitude.max()
 

@@ -55,7 +55,7 @@ def test_tokens(rng, dtype, executor, tokens, widths):
 
 @pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 32), (4, 128), (6, 32), (3, 64)])
 def test_packed(rng, dtype, executor, bits, group_size):
-    """What mx.quantize gives on the device, as words."""
+    """The result of mx.quantize on the device, as words."""
     new, pools = drawn(rng, 2, 5, dtype, 128, 128)
     packed = [mx.quantize(a, group_size, bits) for a in pools]
     table, positions = [[4, 2], [1, 8]], [13, 0]

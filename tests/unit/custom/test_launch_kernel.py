@@ -118,7 +118,7 @@ SIZES = {1: 16, 3: 112, 5: 2, 7: 1, 8: 12, 9: 2, 10: 8, 11: 4, 12: 4}
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What would be launched on a CUDA GPU that this machine is given."""
+    """Launches on a CUDA GPU that this machine pretends to have."""
     found = []
     monkeypatch.setattr(_ext, "cuda_available", lambda: True)
     monkeypatch.setattr(_ext, "launch", lambda *arguments: found.append(arguments))

@@ -23,7 +23,7 @@ def form(request):
 
 
 def quantize(rng, shape, dtype, form):
-    """What mx.quantize gives, and the weights in float64; of the floats with every scale and value that there is."""
+    """The result of mx.quantize, and the weights in float64; of the floats with every scale and value that there is."""
     mode, bits, group = form
     w = draw(rng, shape, mx.float32) * mx.array(np.exp2(rng.integers(-3, 4, (shape[0], 1))).astype(np.float32))
     with mx.stream(mx.cpu):

@@ -1,4 +1,4 @@
-"""What only quantized_embedding promises: mx's bits, indices of any kind, and layers."""
+"""Promises of quantized_embedding alone: mx's bits, indices of any kind, and layers."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,4 +1,4 @@
-"""What only add_rms_norm promises."""
+"""Promises of add_rms_norm alone."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""What only layer_norm promises."""
+"""Promises of layer_norm alone."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""What only norm_add_norm promises, and the offset of a weight that it shares with rms_norm and add_rms_norm."""
+"""Promises of norm_add_norm alone, and the offset of a weight that it shares with rms_norm and add_rms_norm."""
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +16,7 @@ GEMMA = {"weight_offset": 1.0, "next_weight_offset": 1.0}
 
 @pytest.mark.parametrize("shape", [(5, 31), (3, 1024), (2, 4100)])
 def test_is_two_kernels_in_one(dtype, executor, rng, shape):
-    """Bit for bit what rms_norm and add_rms_norm give one after the other."""
+    """Bit for bit the results of rms_norm and add_rms_norm one after the other."""
     x, residual, weight, following = OP.draw(rng, Case("two", shape), dtype)
     for first, second in ((0.0, 0.0), (1.0, 0.5)):
         results = mm.norm_add_norm(x, residual, weight, following, 1e-5, weight_offset=first, next_weight_offset=second)

@@ -1,4 +1,4 @@
-"""What only qk_norm promises: heads of other numbers, where they lie."""
+"""Promises of qk_norm alone: heads of other numbers, where they lie."""
 
 import mlx.core as mx
 import numpy as np

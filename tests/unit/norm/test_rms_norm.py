@@ -1,4 +1,4 @@
-"""What only rms_norm promises."""
+"""Promises of rms_norm alone."""
 
 import mlx.core as mx
 import numpy as np

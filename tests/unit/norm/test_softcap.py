@@ -1,4 +1,4 @@
-"""What only softcap promises."""
+"""Promises of softcap alone."""
 
 import mlx.core as mx
 import numpy as np

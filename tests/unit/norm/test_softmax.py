@@ -1,4 +1,4 @@
-"""What only softmax promises."""
+"""Promises of softmax alone."""
 
 import itertools
 import math
@@ -67,7 +67,7 @@ def test_one_element_outweighs_the_rest(dtype, executor):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(4, 24), (5, 500), (3, 1025), (9, 17001), (2, 66000)], ids=str)
 def test_gradient_of_rows_that_one_element_nearly_fills(dtype, executor, rng, shape):
-    """There the elements' gradients are small beside what rounding took from the row's sum of 1."""
+    """There the elements' gradients are small beside the rounding error of the row's sum of 1."""
     rows, columns = shape
     a, dy = rng.standard_normal(shape), 5 + rng.standard_normal(shape)
     a[:, np.arange(columns) % (columns // 20) > 0] -= 50  # no more than float16 can tell from zero

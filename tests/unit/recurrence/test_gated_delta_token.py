@@ -1,4 +1,4 @@
-"""A token of a gated delta layer: views of projections, states, gradients, and what its arguments have to be."""
+"""A token of a gated delta layer: views of projections, states, gradients, and checks of its arguments."""
 
 import mlx.core as mx
 import numpy as np

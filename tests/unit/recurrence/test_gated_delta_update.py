@@ -1,4 +1,4 @@
-"""The gated delta rule: masks, states, gradients, and what its arguments have to be."""
+"""The gated delta rule: masks, states, gradients, and checks of its arguments."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""The state-space step: masks, lengths, states, gradients, and what its arguments have to be."""
+"""The state-space step: masks, lengths, states, gradients, and checks of its arguments."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""One token of layers with a short convolution: states, biases, gradients, and what arguments have to be."""
+"""One token of layers with a short convolution: states, biases, gradients, and checks of arguments."""
 
 import mlx.core as mx
 import numpy as np

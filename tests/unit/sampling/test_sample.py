@@ -1,4 +1,4 @@
-"""What only sample promises."""
+"""Promises of sample alone."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_numbers_of_the_reference_are_those_of_mx():
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (5,), (64,), (3, 33), (2, 3, 20), (7, 515), (2, 9001)], ids=str)
 def test_the_tokens_of_mx(executor, rng, shape):
-    """A key draws what mx.random.categorical draws by it, which takes another way for a single row."""
+    """A key draws the same as in mx.random.categorical, which takes another way for a single row."""
     logits, key = draw(rng, *shape), mx.array(rng.integers(0, 2**32, 2, dtype=np.uint32))
     for temperature in (1.0, 0.5):
         tokens = mm.sample(logits, key, temperature=temperature)

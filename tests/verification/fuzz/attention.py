@@ -141,7 +141,7 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
         return exact.attention(q, k, v, scale, array, sinks, window)
 
     def of_weights() -> np.ndarray:
-        """What rounding does to a query's weights, which sum to 1: each moves as its score is rounded."""
+        """The effect of rounding on a query's weights, which sum to 1: each moves as its score is rounded."""
         products = _largest_products(*map(size_of, arrays[:2]))
         return EPSILON32 * (8 + 4 * np.minimum(abs(scale) * products, 1e6)) + overflow(products)
 

@@ -1,4 +1,4 @@
-"""When a result is right: near float64, by what rounding and the error of mx's own op allow."""
+"""When a result is right: near float64, within the bounds of rounding and of the error of mx's own op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tolerance:
 
     Attributes:
         units: Units in the last place.
-        noise: What rounding on the way makes, an element or all of them: as derived by the case.
+        noise: Bound on the effect of rounding on the way, an element or all of them: as derived by the case.
         whole: Whether a unit is the largest number's: gradients sum up terms that cancel.
     """
 

@@ -154,7 +154,7 @@ def _sizes(choice: Choice, x: np.ndarray, weights: np.ndarray, indices: mx.array
 def _errors(
     draw: Draw, form: Format, choice: Choice, x: mx.array, weights: Sequence[mx.array], indices: mx.array
 ) -> np.ndarray:
-    """What rounding makes of the products of experts, of shape [tokens, chosen, rows, outputs]."""
+    """The effect of rounding on the products of experts, of shape [tokens, chosen, rows, outputs]."""
     of_sums = _sizes(choice, moved(draw, x), form.size(weights), indices)
     return of_sums + _sizes(choice, size_of(x), form.flushed(draw, weights), indices)
 

@@ -236,7 +236,7 @@ def norm_add_norm(draw: Draw) -> Case:
         scales = 1.0 if next_weight is None else np.abs(next_weight + offsets[1])
         of_inverse = np.sqrt((moved * moved).mean(-1, keepdims=True)) * inverse
         moved_norm = moved * inverse * scales + np.abs(normed(total, next_weight, offsets[1])) * of_inverse
-        # A sum that cancels to 0 is NaN in the second norm without eps, and what rounding leaves is normed to 1.
+        # A sum that cancels to 0 is NaN in the second norm without eps, and its rounding errors are normed to 1.
         cancels = (np.abs(total) <= moved).all(-1, keepdims=True) & np.isfinite(total)
         return [np.where(np.isfinite(a), a, np.where(cancels, np.inf, 0)) for a in (moved_norm, moved)]
 
@@ -287,7 +287,7 @@ def qk_norm(draw: Draw) -> Case:
         exact=in_float64,
         of_nothing=lambda: [np.zeros(shape) for shape in shapes],
         differentiable=range(len(arrays)),
-        # The derivative of a norm of one number is what rounding leaves.
+        # The derivative of a norm of one number is rounding errors alone.
         ordinary=kind == "normal" and width > 1 and _are_moderate(arrays[2:]),
     )
 

@@ -305,7 +305,7 @@ def quantized_embedding(draw: Draw) -> Case:
 
 
 def gated(gate: mx.array, up: mx.array, activation: str) -> mx.array:
-    """What gated products are, in mx's operations."""
+    """Gated products in mx's operations."""
     if activation == "clipped":
         gate, up = mx.minimum(gate, 7.0), mx.clip(up, -7.0, 7.0)
         return gate * mx.sigmoid(1.702 * gate) * (up + 1)

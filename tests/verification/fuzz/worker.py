@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """What came of a chunk.
+    """The results of a chunk.
 
     Attributes:
         modes: How many cases of each kind ran.

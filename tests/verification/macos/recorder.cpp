@@ -1,4 +1,4 @@
-// A recording Metal device: what csrc/backends/metal.cpp asks of MLX's Metal device and encoder, written down as a dispatch
+// A recording Metal device: the calls of csrc/backends/metal.cpp to MLX's Metal device and encoder, noted as a dispatch
 // that the simulator can execute. Nothing here knows the launch: a wrong index, constant or grid in the macOS code shows.
 #include <chrono>
 #include <cstdio>
