@@ -1,6 +1,6 @@
 """Benchmark: each op beside its mx twin, over the layer shapes of real models.
 
-What is timed (``sampling`` says how): ours and the twin take turns in one run, over inputs that rotate through more
+Ours and the twin are timed in turns (``sampling`` says how) in one run, over inputs that rotate through more
 memory than the caches hold. The medians of all turns are reported, and their spread. Results are checked against
 float64 in the same run. On a CPU a copy takes turns with large cases.
 """

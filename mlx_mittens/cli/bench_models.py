@@ -1,6 +1,6 @@
 """Benchmark of whole models: decode and prefill of an architecture or of a user's model, on our kernels and on mx's.
 
-Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. What is timed: mlx-lm's own generation
+Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. We time mlx-lm's own generation
 loop for decode, after a prompt that our kernels have processed for all; one call of the model for prefill. On a CPU mx
 may take a minute for a token: it then gets fewer tokens, which is said. Where a token takes milliseconds the contenders
 take turns, and the best of each one's counts: on a shared machine the host's part scatters.

@@ -1,6 +1,6 @@
 """Calibrate: times mx and our plans on this machine, and keeps what is faster for the ops and for `patch()`.
 
-A second run measures what is missing. The file is whole at any moment.
+A second run measures missing items. The file is whole at any moment.
 """
 
 from __future__ import annotations
