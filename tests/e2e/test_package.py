@@ -58,7 +58,7 @@ def test_a_wheel_holds_all_that_it_needs(tmp_path):
     assert str(tmp_path) in result.stdout and "simulator" in result.stdout
     assert (tmp_path / "mlx_mittens_cli.py").is_file()
     names = {path.relative_to(tmp_path / "mlx_mittens") for path in (tmp_path / "mlx_mittens").rglob("*")}
-    sources = {path.relative_to(ROOT) for path in (ROOT / "metal").rglob("*") if path.is_file()}
+    sources = {path.relative_to(ROOT) for path in (ROOT / "metal").rglob("[!.]*") if path.is_file()}
     data = {pathlib.Path("apple/chips.csv"), pathlib.Path("apple/errors.csv"), pathlib.Path("apple/mesa.patch")}
     assert names >= {pathlib.Path("py.typed"), pathlib.Path("_ext.pyi"), *data, *sources}
 
