@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from .digests import digest, digest_in, plain
 from .feed_forward import call_of, mixture
-from .linears import is_quantized_linear, weights_of
-from .routers import _logits, _weighted, _with_shared_expert
+from .linears import is_quantized_linear, kept_wide, weights_of
+from .routers import _V3_GATE, _deepseek_v3_route, _logits, _weighted, _with_shared_expert
 
 __all__ = [
     "afmoe_mixture",
@@ -38,21 +38,24 @@ _BAILING_V3_GATE = "5d7eabbaf7313c92"
 _BAILING_V3_SELECT = "cb6f7052409ccdf4"
 _STEP_GATE = "5f775db7ef249556"
 _STEP_SELECT = "b7114e4e5ea23e07"  # moe_gate_select
-_NEMOTRON_GATE = "51d7e60aa00e0751"
-_NEMOTRON_SELECT = "ea2a5454e8c774f2"
 _LOWEST = -float("inf")
 
 
-def _of_sigmoid(renormalize: bool, scale: float, **more: Any) -> dict[str, Any]:
-    return {"scores": "sigmoid", "renormalize": renormalize, "scale": scale, **more}
+def _route(scores: str, renormalize: bool, scale: float, **more: Any) -> dict[str, Any]:
+    """scores: as a model's configuration names them; all but sigmoid are softmax."""
+    scores = "sigmoid" if scores == "sigmoid" else "softmax"
+    return {"scores": scores, "renormalize": renormalize, "scale": scale, **more}
+
+
+_of_sigmoid = functools.partial(_route, "sigmoid")
 
 
 def afmoe_mixture(block: Any, x: mx.array) -> mx.array | None:
     if digest(call_of(block.router)) != _AFMOE_ROUTER:
         return None
     k, shared = block.num_experts_per_tok, block.get("shared_experts")
-    route = _of_sigmoid(block.route_norm and k > 1, block.route_scale, groups=(block.n_group, block.topk_group))
-    route["scores"] = "sigmoid" if block.score_func == "sigmoid" else "softmax"
+    groups = {"groups": (block.n_group, block.topk_group)}
+    route = _route(block.score_func, block.route_norm and k > 1, block.route_scale, **groups)
     return _with_shared_expert(block.experts, x, _logits(block.router.gate, x), k, block.expert_bias, shared, route)
 
 
@@ -87,14 +90,9 @@ def _wide_product(linear: Any, x: mx.array) -> mx.array:
     x = x.astype(mx.float32)
     if not is_quantized_linear(linear) or linear.mode != "affine" or "bias" in linear:
         return cast(mx.array, linear(x))
-    weight, *scales = weights_of(linear)
-    kept = linear.__dict__.get("_wide")
-    if kept is None or any(a is not b for a, b in zip(kept[0], scales, strict=True)):
-        kept = scales, [a.astype(mx.float32) for a in scales]
-        mx.eval(kept[1])
-        object.__setattr__(linear, "_wide", kept)
-    wide, biases = kept[1]
-    return mx.quantized_matmul(x, weight, wide, biases, group_size=linear.group_size, bits=linear.bits)
+    weight, *narrow = weights_of(linear)
+    scales, biases = kept_wide(linear, narrow)
+    return mx.quantized_matmul(x, weight, scales, biases, group_size=linear.group_size, bits=linear.bits)
 
 
 def minimax_mixture(block: Any, x: mx.array) -> mx.array | None:
@@ -107,10 +105,8 @@ def minimax_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 
 def _bailing_route(gate: Any, **more: Any) -> dict[str, Any]:
-    renormalize = gate.norm_topk_prob and gate.top_k > 1
-    route = _of_sigmoid(renormalize, gate.routed_scaling_factor, groups=(gate.n_group, gate.topk_group), **more)
-    route["scores"] = "sigmoid" if gate.score_function == "sigmoid" else "softmax"
-    return route
+    renormalize, groups = gate.norm_topk_prob and gate.top_k > 1, (gate.n_group, gate.topk_group)
+    return _route(gate.score_function, renormalize, gate.routed_scaling_factor, groups=groups, **more)
 
 
 def bailing_mixture(block: Any, x: mx.array) -> mx.array | None:
@@ -133,11 +129,8 @@ def bailing_v3_mixture(block: Any, x: mx.array) -> mx.array | None:
     known = digest_in(sys.modules[type(gate).__module__], "_group_expert_select") == _BAILING_V3_SELECT
     if not known or digest(call_of(gate)) != _BAILING_V3_GATE:
         return None
-    kept = gate.__dict__.get("_wide")
-    if kept is None or kept[0] is not gate.weight:
-        kept = gate.weight, gate.weight.astype(mx.float32)
-        object.__setattr__(gate, "_wide", kept)
-    logits = x.astype(mx.float32) @ kept[1].T
+    (weight,) = kept_wide(gate, [gate.weight])
+    logits = x.astype(mx.float32) @ weight.T
     groups = {"groups": (gate.n_group, gate.topk_group), "dropped": _LOWEST}
     route = _of_sigmoid(True, gate.routed_scaling_factor, **groups)
     y = _weighted(block.switch_mlp, x, logits, gate.top_k, gate.expert_bias, rounded=True, **route)
@@ -162,12 +155,9 @@ def step_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 def nemotron_mixture(block: Any, x: mx.array) -> mx.array | None:
     """Experts without gates, of a latent where the model has one."""
-    gate = block.gate
-    known = digest_in(sys.modules[type(gate).__module__], "group_expert_select") == _NEMOTRON_SELECT
-    if not known or digest(call_of(gate)) != _NEMOTRON_GATE:
+    gate, route = block.gate, _deepseek_v3_route(block.gate)
+    if route is None or digest(call_of(gate)) != _V3_GATE:
         return None
-    groups = {"groups": (gate.n_group, gate.topk_group)}
-    route = _of_sigmoid(gate.norm_topk_prob and gate.top_k > 1, gate.routed_scaling_factor, **groups)
     logits, bias = x @ gate.weight.T, gate.e_score_correction_bias
     y = x if block.moe_latent_size is None else block.fc1_latent_proj(x)
     y = _weighted(block.switch_mlp, y, logits.astype(mx.float32), gate.top_k, bias, rounded=True, **route)

@@ -13,8 +13,10 @@ from typing import Any, cast
 import mlx.core as mx
 
 from .. import _ext
+from .attention_layers import _YARN
 from .digests import digest, plain
 from .feed_forward import call_of
+from .linears import kept_wide
 from .routers import _weighted
 
 __all__ = [
@@ -28,7 +30,6 @@ __all__ = [
     "turned",
 ]
 
-_YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
 _ROUTER = "de5d7bc21b78292e"
 _EXPERTS = "31eaa6e32b52c75e"
 _SINKHORN = "d560521234954060"
@@ -183,12 +184,9 @@ def deepseek_v41_mixture(block: Any, x: mx.array) -> mx.array | None:
     known = digest(call_of(gate)) == _ROUTER and digest(call_of(experts)) == _EXPERTS
     if block.sharding_group is not None or not known:
         return None
-    kept = gate.__dict__.get("_wide")
-    if kept is None or kept[0] is not gate.weight:
-        kept = gate.weight, gate.weight.astype(mx.float32)
-        object.__setattr__(gate, "_wide", kept)
     flat = x.reshape(-1, block.dim)
-    logits = flat.astype(mx.float32) @ kept[1].T
+    (weight,) = kept_wide(gate, [gate.weight])
+    logits = flat.astype(mx.float32) @ weight.T
     logits = logits if gate.gate_temp == 1 else logits / gate.gate_temp
     scores = gate.score_func if gate.score_func in ("sigmoid", "softmax") else "sqrtsoftplus"
     route = {"scores": scores, "renormalize": gate.norm_topk_prob and gate.top_k > 1, "scale": gate.route_scale}

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from .. import _ext
 
-__all__ = ["format_of", "is_quantized_linear", "is_rms_norm", "products", "weights_of"]
+__all__ = ["format_of", "is_quantized_linear", "is_rms_norm", "kept_wide", "products", "weights_of"]
 
 
 def is_quantized_linear(layer: Any) -> bool:
@@ -29,6 +29,18 @@ def is_rms_norm(layer: Any) -> bool:
 def weights_of(layer: Any) -> tuple[mx.array, ...]:
     """Words, scales and, where there are any, biases of groups."""
     return tuple(layer[name] for name in ("weight", "scales", "biases") if layer.get(name) is not None)
+
+
+def kept_wide(layer: Any, weights: Sequence[mx.array]) -> list[mx.array]:
+    """Weights of a layer in float32: cast once, and again where one is another array.
+
+    They are not waited for, since `mx.compile` and gradients may be tracing.
+    """
+    kept = layer.__dict__.get("_wide")
+    if kept is None or any(a is not b for a, b in zip(kept[0], weights, strict=True)):
+        kept = list(weights), [a.astype(mx.float32) for a in weights]
+        object.__setattr__(layer, "_wide", kept)
+    return cast("list[mx.array]", kept[1])
 
 
 def format_of(layer: Any) -> tuple[Any, ...]:

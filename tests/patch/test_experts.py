@@ -290,3 +290,20 @@ def test_gradients_of_mixtures_whose_layers_are_known(rng, name, lenient):
     with mm.patched():
         found = mx.grad(loss)(x)
     assert_near(found, expected, "gradient", LAYERS)
+
+
+@pytest.mark.parametrize("name", ["bailing_moe_v3", "deepseek_v41", "minimax"])
+def test_wide_routers_while_mlx_compiles(rng, name, lenient):
+    """Weights that are kept in float32, where they are inputs of a compiled function, and where one changes."""
+    model, x = PAGE["build"](name, mx.float32), mx.array(rng.standard_normal((1, 3, 128)).astype(np.float32))
+    kinds = ("BailingSparseMoE", "MoE", "MiniMaxSparseMoeBlock")
+    block = next(part for _, part in model.named_modules() if type(part).__name__ in kinds)
+    block.gate.set_dtype(mx.float16)
+    for _ in range(2):
+        expected = block(x)
+        with mm.patched():
+            compiled = mx.compile(lambda x: block(x), inputs=block)
+            for found in (compiled(x), block(x)):
+                assert_near(found, expected, name, LAYERS)
+        part = "scales" if "scales" in block.gate else "weight"
+        block.gate[part] = block.gate[part] * 2
