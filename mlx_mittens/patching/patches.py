@@ -182,9 +182,10 @@ def patch(
     Args:
         strict (bool): Whether a call that no kernel covers is an error instead.
         exact (bool): Whether a token among several gets, bit for bit, its result alone, also by ``mm.nn`` and by
-            direct calls: all attention (see ``mlx_mittens.scaled_dot_product_attention``), and on a CPU products of up
-            to 32 rows with transposed weights, but for GGUF blocks and chosen experts. For speculative decoding, where
-            the verification of several tokens is compared with decoding one by one.
+            direct calls: all attention (see ``mlx_mittens.scaled_dot_product_attention``), layers that keep a state,
+            and products with transposed weights, GGUF blocks and chosen experts, of up to 32 rows on a CPU and 16 on
+            a GPU. For speculative decoding, where the verification of several tokens is compared with decoding one by
+            one.
         activations (str, optional): ``"int8"`` lets products with quantized weights round their input, also by
             ``mm.nn`` and by direct calls (see ``mlx_mittens.quantized_matmul``): on a CPU, where prompts take about
             half the time, and on the matrix units of an M5, with weights of 4 bits.
