@@ -12,6 +12,7 @@ from pathlib import Path
 from mlx_mittens.apple.chips import Chip, find_chip
 from mlx_mittens.apple.estimates import unit_product
 from mlx_mittens.apple.model import CONSTANTS, Prediction, predict
+from mlx_mittens.peer.mlx_unit_products import fused_tile
 
 REPORT = Path(__file__).resolve().parents[1] / "results" / "matrix-units.md"
 # The types of a point that names none.
@@ -57,9 +58,8 @@ def predicted(point: Point) -> tuple[Prediction, float]:
     """The prediction of a point, and its rate in the point's unit."""
     chip = find_chip(point.chip)
     size = 1 if point.dtype == "int8" else 2
-    work = unit_product(
-        1, _SIZE, _SIZE, _SIZE, point.dtype, size, (64, 128) if chip.tier in ("pro", "max") else (128, 128)
-    )
+    tile, *_ = fused_tile(_SIZE, _SIZE, _SIZE, chip.tier)
+    work = unit_product(1, _SIZE, _SIZE, _SIZE, point.dtype, size, tile)
     prediction = predict(work, chip)
     return prediction, 2 * _SIZE**3 / prediction.microseconds / 1e6
 

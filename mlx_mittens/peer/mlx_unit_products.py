@@ -119,15 +119,19 @@ def plan(
         longest = max(m, n)
         if k >= 3 * longest or (longest <= 1024 and k > 2 * longest):
             return _split(m, n, k, tier)
-    if tier in _LARGE:
-        tile, step, simdgroups = (64, 128), 64 if k >= 8192 and k > m + n else 256, (2, 4, 1)
-    elif tier == "ultra":
-        tile, step, simdgroups = _of_an_ultra(m, n)
-    else:
-        tile, step, simdgroups = (128, 128), 512, (4, 4, 1)
+    tile, step, simdgroups = fused_tile(m, n, k, tier)
     tiles = _tiles(m, n, tile)
     swizzle = 2 if tier in _LARGE else 2 * (m <= n) if tier == "ultra" else int(tiles[0] > 3)
     return Plan("fused", tile, step, simdgroups, tiles, swizzle, batch=batch)
+
+
+def fused_tile(m: int, n: int, k: int, tier: str) -> tuple[tuple[int, int], int, tuple[int, int, int]]:
+    """The tile, step and simdgroups of a product [m, k] by [k, n] that is not split, as `Plan` has them."""
+    if tier in _LARGE:
+        return (64, 128), 64 if k >= 8192 and k > m + n else 256, (2, 4, 1)
+    if tier == "ultra":
+        return _of_an_ultra(m, n)
+    return (128, 128), 512, (4, 4, 1)
 
 
 def _is_thin(m: int, n: int, k: int, dtype: mx.Dtype, turned: tuple[bool, bool]) -> bool:
