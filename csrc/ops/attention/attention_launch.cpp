@@ -240,7 +240,7 @@ std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, con
   }
   const auto partials = std::make_shared<mx::array>(partials_of(all.sizes, all.plan.splits, stream));
   Launch combine = combine_launch(*partials, y, logsumexp, all.sizes, all.plan.splits,
-                                  combine_simdgroups(all.plan.splits, options, stream));
+                                  combine_simdgroups(all.sizes, all.plan.splits, options, stream));
   launch.owner = combine.owner = partials;
   launch.output(*partials).stand_in(inputs[0]);
   add_params(launch, all.params, options, inputs);
@@ -269,7 +269,8 @@ std::vector<Launch> cascade_launches(std::vector<mx::array> prefix, const Attent
                     partials_of(second.sizes, second.plan.splits, stream)};
   leave_parts(first, held->partials[0], prefix_options, held->prefix);
   leave_parts(second, held->partials[1], own_options, held->own);
-  const uint32_t simdgroups = combine_simdgroups(params.prefix_splits + params.own_splits, own_options, stream);
+  const uint32_t simdgroups =
+      combine_simdgroups(second.sizes, params.prefix_splits + params.own_splits, own_options, stream);
   Launch last;
   last.file = cascade_file;
   last.kernel = kernel_name(y.dtype(), "attention", "cascade_", simdgroups);

@@ -227,9 +227,11 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
   return plan;
 }
 
-uint32_t combine_simdgroups(uint32_t parts, const AttentionOptions& options, mx::Stream stream) {
-  // One takes 16 parts at once. The order of an exact sum must not depend on how many parts there are.
-  constexpr uint32_t few = 32;
+uint32_t combine_simdgroups(const AttentionSizes& sizes, uint32_t parts, const AttentionOptions& options,
+                            mx::Stream stream) {
+  // One takes 16 parts at once. Narrow rows have few threadgroups for their columns: eight are faster then. The order
+  // of an exact sum must not depend on how many parts there are.
+  const uint32_t few = options.leaves_parts || sizes.value_width >= 128 ? 32 : 15;
   const bool is_tried = options.leaves_parts || gpu_of(stream).vendor == Gpu::Vendor::apple;
   return is_tried && (options.exact || parts <= few) ? 1 : kCombineSimdgroups;
 }

@@ -67,7 +67,8 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
                              mx::Stream stream);
 
 // Simdgroups of a threadgroup that puts the parts of a row together: 1 or kCombineSimdgroups.
-uint32_t combine_simdgroups(uint32_t parts, const AttentionOptions& options, mx::Stream stream);
+uint32_t combine_simdgroups(const AttentionSizes& sizes, uint32_t parts, const AttentionOptions& options,
+                            mx::Stream stream);
 
 // Kernels count the elements of a mask in 32 bits.
 inline constexpr size_t most_mask_elements = std::numeric_limits<uint32_t>::max();
