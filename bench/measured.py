@@ -71,7 +71,7 @@ def _names(declaration: str) -> set[str]:
 
 
 def _native(path: Path, done: set[Path]) -> Iterable[str]:
-    """A C++ file and the headers of ours that it includes, each once."""
+    """A C++ file and the headers of ours that it includes, each once and without the lines that name folders."""
     if path in done:
         return
     done.add(path)
@@ -80,7 +80,7 @@ def _native(path: Path, done: set[Path]) -> Iterable[str]:
         header = next((p for p in (path.parent / name, ROOT / "csrc" / name) if p.is_file()), None)
         if header is not None:
             yield from _native(header.resolve(), done)
-    yield text
+    yield _INCLUDE.sub("", text)
 
 
 def gpu_files(op: str) -> list[str]:
@@ -98,7 +98,8 @@ def digest(op: str, device: str) -> str:
         (place,) = (place for place in PLACES if op in place.ops)
         folder = ROOT / (place.cpu_folder or f"csrc/cpu/isa/{place.family}")
         done: set[Path] = set()
-        texts = [sources.tokens(text) for name in place.cpu for text in _native((folder / name).resolve(), done)]
+        # Sorted, since another folder of a header changes the order of includes.
+        texts = sorted(sources.tokens(text) for name in place.cpu for text in _native((folder / name).resolve(), done))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
