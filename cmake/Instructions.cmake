@@ -1,7 +1,7 @@
 # An op's function that is dispatched by MITTENS_VERSIONS and not defined for the instruction sets would be an undefined
 # symbol, which shows only when the extension is imported.
 function(mittens_check_versions dispatchers folder)
-  file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/${dispatchers}/*.cpp")
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/${dispatchers}/*.cpp")
   file(GLOB_RECURSE definitions CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cpp")
   set(defined "")
   foreach(definition IN LISTS definitions)

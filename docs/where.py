@@ -31,7 +31,7 @@ class Place:
         plans: The files that choose the kernel and its grid, below csrc/ops/FAMILY.
         kernels: Below metal/FAMILY.
         nvidia: Kernels that plans for NVIDIA GPUs alone launch, below metal/FAMILY.
-        cpu: Below csrc/cpu/isa/FAMILY, or below csrc/cpu where it is not compiled for each instruction set.
+        cpu: Below csrc/cpu/isa/FAMILY, or below cpu_folder where it is not compiled for each instruction set.
         tests: Below tests/unit/FAMILY.
     """
 
@@ -190,17 +190,17 @@ _PLACES = (
     Place(
         ("gather_qmm",), "moe", "gather_qmm.cpp", ("plan.cpp",),
         ("gather_qmm.metal", "apple/expert_tiles.metal", "apple/gather_qmm_tiles.metal"),
-        ("gather.cpp",), ("test_gather.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu",
+        ("gather.cpp",), ("test_gather.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu/moe",
     ),
     Place(
         ("gather_mm",), "moe", "gather_mm.cpp", ("plan.cpp",),
         ("gather_mm.metal", "apple/expert_tiles.metal", "apple/gather_mm_tiles.metal"),
-        ("gather.cpp",), ("test_gather.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu",
+        ("gather.cpp",), ("test_gather.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu/moe",
     ),
     Place(
         ("gather_swiglu",), "moe", "gather_swiglu.cpp", ("plan.cpp",),
         ("gather_swiglu.metal", "apple/expert_tiles.metal", "apple/gather_swiglu_tiles.metal"),
-        ("gather.cpp",), ("test_gather_swiglu.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu",
+        ("gather.cpp",), ("test_gather_swiglu.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu/moe",
     ),
     Place(
         ("gather_sum",), "moe", "gather_sum.cpp", ("plan.cpp",),

@@ -94,3 +94,20 @@ def test_kernels_that_keep_their_ptx_are_told_from_others(tmp_path):
     source.write_text(text.replace("4.0f * e", "5.0f * e"))
     changed = MEASURED["changed_ptx"](["norm/softcap.metal"], tmp_path)
     assert changed == [f"softcap_vjp_{dtype}" for dtype in ("bfloat16", "float16", "float32")]
+
+
+def test_figures_of_a_cpu_outlast_a_move_of_a_header(tmp_path, monkeypatch):
+    """Where a header is and the order of includes change no code; a number does."""
+    digest = MEASURED["digest"]
+    old = digest("softcap", "cpu")
+    shutil.copytree(ROOT / "csrc" / "cpu", tmp_path / "csrc" / "cpu")
+    monkeypatch.setitem(digest.__globals__, "ROOT", tmp_path)
+    header, source = (tmp_path / "csrc" / "cpu" / name for name in ("norm/softcap.h", "isa/norm/softcap.cpp"))
+    header.rename(header.parents[1] / "zzz.h")
+    text = source.read_text()
+    lines = '#include "cpu/norm/softcap.h"\n\n#include "cpu/isa/rows.h"\n'
+    assert lines in text and "p-9f" in text
+    source.write_text(text.replace(lines, '#include "cpu/isa/rows.h"\n#include "cpu/zzz.h"\n'))
+    assert digest("softcap", "cpu") == old
+    source.write_text(source.read_text().replace("p-9f", "p-8f"))
+    assert digest("softcap", "cpu") != old

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <variant>
 
-#include "cpu/ragged_attention.h"
+#include "cpu/attention/ragged_attention.h"
 #include "mlx/utils.h"
 #include "ops/attention/attention_launch.h"
 #include "runtime/primitive.h"

@@ -4,7 +4,7 @@
 #include <limits>
 #include <utility>
 
-#include "cpu/attention_backward.h"
+#include "cpu/attention/attention_backward.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "ops/attention/attention.h"

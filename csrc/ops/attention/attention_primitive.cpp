@@ -2,7 +2,7 @@
 #include <iterator>
 #include <utility>
 
-#include "cpu/ragged_attention.h"
+#include "cpu/attention/ragged_attention.h"
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"

@@ -6,7 +6,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include "cpu/cascade_attention.h"
+#include "cpu/attention/cascade_attention.h"
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"

@@ -7,7 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 
-#include "cpu/paged_append.h"
+#include "cpu/cache/paged_append.h"
 #include "mlx/ops.h"
 #include "ops/cache/buffer_copies.h"
 #include "ops/cache/paged.h"

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <utility>
 
-#include "cpu/rope_append.h"
+#include "cpu/cache/rope_append.h"
 #include "mlx/ops.h"
 #include "ops/cache/buffer_copies.h"
 #include "ops/norm/weight_offset.h"

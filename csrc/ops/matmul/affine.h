@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 #include "mlx/utils.h"
 #include "params/matmul.h"
 #include "runtime/primitive.h"

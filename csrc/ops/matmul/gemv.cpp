@@ -5,7 +5,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "cpu/gemv.h"
+#include "cpu/matmul/gemv.h"
 #include "mlx/ops.h"
 #include "ops/matmul/gemv.h"
 #include "ops/matmul/plan.h"

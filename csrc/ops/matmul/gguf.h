@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "cpu/gguf.h"
+#include "cpu/matmul/gguf.h"
 #include "mlx/utils.h"
 #include "runtime/primitive.h"
 

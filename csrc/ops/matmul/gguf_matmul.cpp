@@ -4,8 +4,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include "cpu/gguf.h"
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/gguf.h"
+#include "cpu/matmul/quantized_matmul.h"
 #include "mlx/ops.h"
 #include "ops/matmul/exact.h"
 #include "ops/matmul/gguf.h"

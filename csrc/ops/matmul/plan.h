@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "backends/launch.h"
-#include "cpu/gguf.h"
+#include "cpu/matmul/gguf.h"
 #include "ops/matmul/affine.h"
 #include "runtime/array_layout.h"
 #include "runtime/calibration.h"

@@ -8,7 +8,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include "cpu/quantized_embedding.h"
+#include "cpu/matmul/quantized_embedding.h"
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"
 #include "params/matmul.h"

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "cpu/gather.h"
+#include "cpu/moe/gather.h"
 #include "mlx/utils.h"
 #include "ops/matmul/activation.h"
 #include "ops/matmul/affine.h"

@@ -7,7 +7,7 @@
 #include <nanobind/stl/string.h>
 
 #include "cpu/parallel.h"
-#include "cpu/weighted_sum.h"
+#include "cpu/moe/weighted_sum.h"
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"
 #include "ops/moe/gather.h"

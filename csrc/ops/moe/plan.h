@@ -6,7 +6,7 @@
 
 #include "backends/launch.h"
 #include "mlx/stream.h"
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 #include "ops/matmul/plan.h"
 #include "params/matmul.h"
 #include "runtime/numerics.h"

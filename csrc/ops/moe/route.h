@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "cpu/route_top_k.h"
+#include "cpu/moe/route_top_k.h"
 #include "mlx/array.h"
 #include "params/moe.h"
 #include "runtime/primitive.h"

@@ -4,7 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
-#include "cpu/rms_norm.h"
+#include "cpu/norm/rms_norm.h"
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/norm/norm_vjp.h"

@@ -2,7 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "cpu/layer_norm.h"
+#include "cpu/norm/layer_norm.h"
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/norm/norm_vjp.h"

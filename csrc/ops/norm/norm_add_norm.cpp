@@ -4,9 +4,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
-#include "cpu/clipped_sum.h"
-#include "cpu/norm_add_norm.h"
-#include "cpu/rms_norm.h"
+#include "cpu/norm/clipped_sum.h"
+#include "cpu/norm/norm_add_norm.h"
+#include "cpu/norm/rms_norm.h"
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/norm/norm_vjp.h"

@@ -4,9 +4,9 @@
 #include <deque>
 #include <numeric>
 
-#include "cpu/layer_norm.h"
-#include "cpu/norm_vjp_vjp.h"
-#include "cpu/rms_norm.h"
+#include "cpu/norm/layer_norm.h"
+#include "cpu/norm/norm_vjp_vjp.h"
+#include "cpu/norm/rms_norm.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "ops/norm/norms.h"

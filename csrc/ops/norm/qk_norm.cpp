@@ -7,7 +7,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
-#include "cpu/head_norm.h"
+#include "cpu/norm/head_norm.h"
 #include "mlx/ops.h"
 #include "ops/norm/norm_vjp.h"
 #include "ops/norm/norms.h"

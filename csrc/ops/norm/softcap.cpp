@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "cpu/softcap.h"
+#include "cpu/norm/softcap.h"
 #include "mlx/ops.h"
 #include "params/norm.h"
 #include "python/registry.h"

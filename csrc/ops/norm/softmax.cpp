@@ -5,7 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
-#include "cpu/softmax.h"
+#include "cpu/norm/softmax.h"
 #include "mlx/ops.h"
 #include "ops/norm/row_primitive.h"
 #include "params/norm.h"

@@ -6,7 +6,7 @@
 #include <memory>
 #include <utility>
 
-#include "cpu/token_layers.h"
+#include "cpu/recurrence/token_layers.h"
 #include "mlx/ops.h"
 #include "ops/recurrence/state_params.h"
 #include "ops/recurrence/token_layer.h"

@@ -1,7 +1,7 @@
 // Where mx is faster at recurrences. All that depends on the GPU is here.
 #pragma once
 
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 #include "mlx/dtype.h"
 #include "mlx/stream.h"
 #include "runtime/calibration.h"

@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 #include "runtime/cpu_types.h"
 #include "runtime/primitive.h"
 

@@ -10,7 +10,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
-#include "cpu/token_layers.h"
+#include "cpu/recurrence/token_layers.h"
 #include "mlx/ops.h"
 #include "ops/recurrence/token_layer.h"
 #include "params/recurrence.h"

@@ -10,7 +10,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
-#include "cpu/token_layers.h"
+#include "cpu/recurrence/token_layers.h"
 #include "mlx/ops.h"
 #include "ops/recurrence/state_params.h"
 #include "ops/recurrence/token_layer.h"

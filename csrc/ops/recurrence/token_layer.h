@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 #include "params/recurrence.h"
 #include "runtime/primitive.h"
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <variant>
 
-#include "cpu/adjust_logits.h"
+#include "cpu/sampling/adjust_logits.h"
 #include "params/sampling.h"
 #include "runtime/any_shape.h"
 

@@ -5,8 +5,8 @@
 #include <functional>
 #include <memory>
 
-#include "cpu/adjust_logits.h"
-#include "cpu/sample.h"
+#include "cpu/sampling/adjust_logits.h"
+#include "cpu/sampling/sample.h"
 #include "mlx/ops.h"
 #include "ops/sampling/plan.h"
 #include "params/sampling.h"

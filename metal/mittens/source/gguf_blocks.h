@@ -5,7 +5,7 @@
 
 namespace mittens {
 
-// In the order of cpu::BlockKind (csrc/cpu/gguf.h).
+// In the order of cpu::BlockKind (csrc/cpu/matmul/gguf.h).
 enum BlockKind { q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, block_mxfp4, block_nvfp4 };
 
 #define each_block_kind(of)                                                                                        \

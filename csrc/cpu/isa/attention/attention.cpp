@@ -1,4 +1,4 @@
-#include "cpu/attention.h"
+#include "cpu/attention/attention.h"
 
 #include "cpu/isa/attention/attention_block.h"
 #include "cpu/isa/attention/attention_rows.h"

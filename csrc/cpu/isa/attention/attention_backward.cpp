@@ -1,4 +1,4 @@
-#include "cpu/attention_backward.h"
+#include "cpu/attention/attention_backward.h"
 
 #include "cpu/isa/attention/attention_backward_block.h"
 

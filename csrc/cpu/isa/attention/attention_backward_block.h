@@ -2,7 +2,7 @@
 // in attention_block.h, and columns where they are multiplied with queries, keys and cotangents.
 #pragma once
 
-#include "cpu/attention_backward.h"
+#include "cpu/attention/attention_backward.h"
 #include "cpu/isa/attention/attention_block.h"
 
 namespace mittens::cpu::MITTENS_ISA {

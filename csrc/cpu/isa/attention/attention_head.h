@@ -2,7 +2,7 @@
 // token by token.
 #pragma once
 
-#include "cpu/attention.h"
+#include "cpu/attention/attention.h"
 #include "cpu/isa/attention/attention_vectors.h"
 #include "cpu/isa/rows.h"
 

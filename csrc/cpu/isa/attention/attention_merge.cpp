@@ -1,4 +1,4 @@
-#include "cpu/cascade_attention.h"
+#include "cpu/attention/cascade_attention.h"
 
 #include "cpu/isa/rows.h"
 

@@ -1,4 +1,4 @@
-#include "cpu/paged_append.h"
+#include "cpu/cache/paged_append.h"
 
 #include "cpu/isa/cache/quantize_group.h"
 

@@ -1,4 +1,4 @@
-#include "cpu/rope_append.h"
+#include "cpu/cache/rope_append.h"
 
 #include "cpu/isa/cache/quantize_group.h"
 

@@ -1,4 +1,4 @@
-#include "cpu/gemv.h"
+#include "cpu/matmul/gemv.h"
 
 #include "cpu/isa/matmul/column_products.h"
 #include "cpu/isa/matmul/row_products.h"

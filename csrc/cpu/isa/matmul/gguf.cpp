@@ -1,4 +1,4 @@
-#include "cpu/gguf.h"
+#include "cpu/matmul/gguf.h"
 
 #include "cpu/isa/matmul/unpack_blocks.h"
 #include "cpu/isa/matmul/unpacked.h"

@@ -7,9 +7,9 @@
 //   most_refused             integers take no row of a batch where they cannot stand for more than one of this number
 #pragma once
 
-#include "cpu/integer_matmul.h"
+#include "cpu/matmul/integer_matmul.h"
 #include "cpu/isa/matmul/products.h"
-#include "cpu/packed_rows.h"
+#include "cpu/matmul/packed_rows.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

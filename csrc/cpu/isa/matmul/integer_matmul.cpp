@@ -1,4 +1,4 @@
-#include "cpu/integer_matmul.h"
+#include "cpu/matmul/integer_matmul.h"
 
 #include "cpu/isa/matmul/integer_calls.h"
 #include "cpu/isa/matmul/integer_products.h"

@@ -1,4 +1,4 @@
-#include "cpu/packed_rows.h"
+#include "cpu/matmul/packed_rows.h"
 
 #include "cpu/isa/matmul/unpack_blocks.h"
 #include "cpu/isa/matmul/weights.h"

@@ -1,7 +1,7 @@
-#include "cpu/quantized_embedding.h"
+#include "cpu/matmul/quantized_embedding.h"
 
 #include "cpu/isa/matmul/weights.h"
-#include "cpu/packed_rows.h"
+#include "cpu/matmul/packed_rows.h"
 #include "cpu/isa/rows.h"
 
 namespace mittens::cpu::MITTENS_ISA {

@@ -1,4 +1,4 @@
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 
 #include "cpu/isa/matmul/quantized_products.h"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/isa/rows.h"
-#include "cpu/packed_rows.h"
+#include "cpu/matmul/packed_rows.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/isa/matmul/row_products.h"
-#include "cpu/packed_rows.h"
+#include "cpu/matmul/packed_rows.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

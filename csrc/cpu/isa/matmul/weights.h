@@ -13,10 +13,10 @@
 //   stride_bytes()              from row to row; bytes(columns): of a row
 #pragma once
 
-#include "cpu/gguf.h"
+#include "cpu/matmul/gguf.h"
 #include "cpu/isa/matmul/unpack_integers.h"
 #include "cpu/isa/rows.h"
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 
 // Without AVX2 every format is unpacked by a function of its own, and half types are widened, before a product: such
 // processors are rare, and sources of their own take long to compile.

@@ -1,4 +1,4 @@
-#include "cpu/route_top_k.h"
+#include "cpu/moe/route_top_k.h"
 
 #include <algorithm>
 #include <cmath>

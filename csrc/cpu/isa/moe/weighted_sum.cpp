@@ -1,4 +1,4 @@
-#include "cpu/weighted_sum.h"
+#include "cpu/moe/weighted_sum.h"
 
 #include "cpu/isa/rows.h"
 

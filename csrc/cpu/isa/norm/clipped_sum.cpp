@@ -1,4 +1,4 @@
-#include "cpu/clipped_sum.h"
+#include "cpu/norm/clipped_sum.h"
 
 #include "cpu/isa/norm/rms_row.h"
 

@@ -1,4 +1,4 @@
-#include "cpu/head_norm.h"
+#include "cpu/norm/head_norm.h"
 
 #include "cpu/isa/norm/rms_row.h"
 

@@ -1,4 +1,4 @@
-#include "cpu/layer_norm.h"
+#include "cpu/norm/layer_norm.h"
 
 #include "cpu/isa/norm/gradient_sums.h"
 #include "cpu/isa/norm/row_mean.h"

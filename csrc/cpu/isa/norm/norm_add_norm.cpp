@@ -1,4 +1,4 @@
-#include "cpu/norm_add_norm.h"
+#include "cpu/norm/norm_add_norm.h"
 
 #include "cpu/isa/norm/rms_row.h"
 

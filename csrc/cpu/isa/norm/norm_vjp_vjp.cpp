@@ -1,4 +1,4 @@
-#include "cpu/norm_vjp_vjp.h"
+#include "cpu/norm/norm_vjp_vjp.h"
 
 #include "cpu/isa/norm/gradient_sums.h"
 #include "cpu/isa/norm/row_mean.h"

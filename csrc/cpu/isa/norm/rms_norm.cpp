@@ -1,4 +1,4 @@
-#include "cpu/rms_norm.h"
+#include "cpu/norm/rms_norm.h"
 
 #include "cpu/isa/norm/gradient_sums.h"
 #include "cpu/isa/norm/rms_row.h"

@@ -1,4 +1,4 @@
-#include "cpu/softcap.h"
+#include "cpu/norm/softcap.h"
 
 #include "cpu/isa/rows.h"
 

@@ -1,4 +1,4 @@
-#include "cpu/softmax.h"
+#include "cpu/norm/softmax.h"
 
 #include "cpu/isa/rows.h"
 

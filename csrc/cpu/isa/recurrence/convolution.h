@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/isa/recurrence/recurrence_rows.h"
-#include "cpu/token_layers.h"
+#include "cpu/recurrence/token_layers.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

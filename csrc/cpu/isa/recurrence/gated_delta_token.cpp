@@ -2,7 +2,7 @@
 #include "cpu/isa/recurrence/gates.h"
 #include "cpu/isa/recurrence/token_heads.h"
 #include "cpu/isa/recurrence/recurrence_rows.h"
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

@@ -1,5 +1,5 @@
 #include "cpu/isa/recurrence/gates.h"
-#include "cpu/token_layers.h"
+#include "cpu/recurrence/token_layers.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

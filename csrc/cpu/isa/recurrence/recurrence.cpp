@@ -1,4 +1,4 @@
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 
 #include "cpu/isa/recurrence/over_steps.h"
 

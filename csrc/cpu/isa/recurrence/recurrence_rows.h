@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/isa/rows.h"
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

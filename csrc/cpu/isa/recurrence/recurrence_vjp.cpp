@@ -1,5 +1,5 @@
 #include "cpu/isa/recurrence/recurrence_rows.h"
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

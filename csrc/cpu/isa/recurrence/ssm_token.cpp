@@ -1,7 +1,7 @@
 #include "cpu/isa/recurrence/convolution.h"
 #include "cpu/isa/recurrence/gates.h"
 #include "cpu/isa/recurrence/token_heads.h"
-#include "cpu/token_layers.h"
+#include "cpu/recurrence/token_layers.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

@@ -1,6 +1,6 @@
 #include "cpu/isa/recurrence/gates.h"
 #include "cpu/isa/recurrence/over_steps.h"
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

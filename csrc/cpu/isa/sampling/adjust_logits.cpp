@@ -1,5 +1,5 @@
 // The steps of metal/sampling/adjust.h.
-#include "cpu/adjust_logits.h"
+#include "cpu/sampling/adjust_logits.h"
 
 #include "cpu/isa/rows.h"
 #include "cpu/isa/sampling/rounding.h"

@@ -1,6 +1,6 @@
 // The steps of metal/sampling/sample.metal; its mathematics are here operation for operation, so that a key draws the
 // same tokens (but for sums that differ in their last bits where there is no fused multiply-add).
-#include "cpu/sample.h"
+#include "cpu/sampling/sample.h"
 
 #include "cpu/isa/rows.h"
 #include "cpu/isa/sampling/log_softmax.h"

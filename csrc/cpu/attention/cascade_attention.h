@@ -2,7 +2,7 @@
 // merged.
 #pragma once
 
-#include "cpu/ragged_attention.h"
+#include "cpu/attention/ragged_attention.h"
 
 namespace mittens::cpu {
 

@@ -2,7 +2,7 @@
 // recurrences of a prompt, on the CPU. The files of the same names in metal/recurrence have the formulas.
 #pragma once
 
-#include "cpu/recurrence.h"
+#include "cpu/recurrence/recurrence.h"
 #include "cpu/types.h"
 
 namespace mittens::cpu {

@@ -1,7 +1,7 @@
 // Keys and values of new tokens into blocks of a pool that a table names, on the CPU.
 #pragma once
 
-#include "cpu/rope_append.h"
+#include "cpu/cache/rope_append.h"
 
 namespace mittens::cpu {
 

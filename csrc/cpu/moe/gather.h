@@ -3,7 +3,7 @@
 // Pairs of an input and a matrix are sorted by the matrix, so that each chosen matrix is read once for all its rows.
 #pragma once
 
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 
 namespace mittens::cpu {
 

@@ -7,7 +7,7 @@
 //   delta)
 #pragma once
 
-#include "cpu/attention.h"
+#include "cpu/attention/attention.h"
 
 namespace mittens::cpu {
 

@@ -1,8 +1,8 @@
-#include "cpu/attention.h"
+#include "cpu/attention/attention.h"
 
 #include "cpu/dispatch.h"
 #include "cpu/heap.h"
-#include "cpu/ragged_attention.h"
+#include "cpu/attention/ragged_attention.h"
 
 namespace mittens::cpu {
 

@@ -1,7 +1,7 @@
 // Rows of a quantized matrix on the CPU, in the formats of mx.quantize, rounded as mx.dequantize does.
 #pragma once
 
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 
 namespace mittens::cpu {
 

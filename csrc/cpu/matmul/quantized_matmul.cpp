@@ -1,14 +1,14 @@
 // Chooses the code of a quantized product: integers along the weights for a few rows of half types, integers in panels
 // for many, and float32 for all others.
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 
 #include <algorithm>
 #include <memory>
 
 #include "cpu/dispatch.h"
 #include "cpu/huge_pages.h"
-#include "cpu/integer_matmul.h"
-#include "cpu/packed_rows.h"
+#include "cpu/matmul/integer_matmul.h"
+#include "cpu/matmul/packed_rows.h"
 
 namespace mittens::cpu {
 

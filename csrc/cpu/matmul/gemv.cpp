@@ -1,4 +1,4 @@
-#include "cpu/gemv.h"
+#include "cpu/matmul/gemv.h"
 
 #include "cpu/dispatch.h"
 #include "cpu/huge_pages.h"

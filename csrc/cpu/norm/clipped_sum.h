@@ -1,7 +1,7 @@
 // A residual sum with a norm that stays within the range of float16, on the CPU. Arrays are row contiguous.
 #pragma once
 
-#include "cpu/norm_add_norm.h"
+#include "cpu/norm/norm_add_norm.h"
 
 namespace mittens::cpu {
 

@@ -1,7 +1,7 @@
 // Products with quantized weights on the CPU, in the formats of mx.quantize; sums in float32.
 #pragma once
 
-#include "cpu/gguf.h"
+#include "cpu/matmul/gguf.h"
 
 namespace mittens::cpu {
 

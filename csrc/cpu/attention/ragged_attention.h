@@ -1,7 +1,7 @@
 // Attention whose rows of the batch have keys of their own: each is a call of its own, over its keys alone.
 #pragma once
 
-#include "cpu/attention.h"
+#include "cpu/attention/attention.h"
 
 namespace mittens::cpu {
 

@@ -1,10 +1,10 @@
-#include "cpu/gather.h"
+#include "cpu/moe/gather.h"
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "cpu/gemv.h"
+#include "cpu/matmul/gemv.h"
 #include "cpu/parallel.h"
 
 namespace mittens::cpu {

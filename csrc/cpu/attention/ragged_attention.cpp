@@ -1,4 +1,4 @@
-#include "cpu/ragged_attention.h"
+#include "cpu/attention/ragged_attention.h"
 
 #include <algorithm>
 #include <cmath>

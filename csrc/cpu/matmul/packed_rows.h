@@ -2,7 +2,7 @@
 // group.
 #pragma once
 
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 
 namespace mittens::cpu {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cpu/quantized_matmul.h"
+#include "cpu/matmul/quantized_matmul.h"
 
 namespace mittens::cpu {
 
