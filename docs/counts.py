@@ -110,6 +110,8 @@ CASES = (
     Counted("quantized_rope_append", "2x1x2x3x96 bits=6"),
     Counted("paged_append", "test 2x2x1x64"),
     Counted("paged_append", "2x2x3x64 bits=8"),
+    Counted("index_scores", "test 1x17x1x128x70"),
+    Counted("take_tokens", "test 1x1x9x64x32x5"),
     Counted("gather_qmm", "1x8x16x320x10 bits=4"),
     Counted("gather_qmm", "11x6x7x96x33 bits=4"),
     Counted("gather_mm", "test 1x8x16x320x10"),

@@ -188,6 +188,13 @@ _PLACES = (
         ("test_paged_append.py",),
     ),
     Place(
+        ("index_scores",), "cache", "index_scores.cpp", (), ("index_scores.metal",), (), ("test_index_scores.py",),
+    ),
+    Place(
+        ("take_tokens",), "cache", "take_tokens.cpp", (), ("take_tokens.metal",), ("take_tokens.cpp",),
+        ("test_take_tokens.py",), cpu_folder="csrc/cpu/cache",
+    ),
+    Place(
         ("gather_qmm",), "moe", "gather_qmm.cpp", ("plan.cpp",),
         ("gather_qmm.metal", "apple/expert_tiles.metal", "apple/gather_qmm_tiles.metal"),
         ("gather.cpp",), ("test_gather.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu/moe",

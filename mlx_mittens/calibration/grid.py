@@ -393,7 +393,7 @@ ASK_NOTHING = frozenset(
     {
         *("block_quantize", "block_dequantize", "block_masked_mm", "quantized_embedding", "quantized_rope_append"),
         *("matmul", "cascade_attention", "paged_attention", "paged_append", "gated_delta_inputs"),
-        "ssm_inputs",
+        *("ssm_inputs", "index_scores", "take_tokens"),
     }
 )
 

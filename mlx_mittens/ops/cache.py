@@ -1,4 +1,4 @@
-"""Rotary embedding, together with a decoder layer's steps beside it.
+"""Rotary embedding, together with a decoder layer's steps beside it, and the choice of a cache's tokens.
 
 As the other ops this one is lazy, runs on the device of its stream and can be differentiated, vmapped and compiled.
 """
@@ -12,7 +12,7 @@ import mlx.core as mx
 from .. import _ext
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["paged_append", "quantized_rope_append", "rope_append"]
+__all__ = ["index_scores", "paged_append", "quantized_rope_append", "rope_append", "take_tokens"]
 
 _Pool = TypeVar("_Pool", mx.array, tuple[mx.array, mx.array, mx.array])
 
@@ -212,5 +212,78 @@ def paged_append(
 
     Source:
         As ``paged_attention``.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def index_scores(
+    q: mx.array, k: mx.array, weights: mx.array, *, scale: float = 1.0, stream: StreamOrDevice = None
+) -> mx.array:
+    """How well keys fit each query of an indexer, which chooses the keys that attention sees.
+
+    ``scale * (weights.swapaxes(1, 2)[..., None] * mx.maximum(q @ k[:, None].swapaxes(-1, -2), 0)).sum(1)`` in one
+    kernel: the heads share the keys, and scores of single heads are not stored. Scores and sums are float32.
+
+    There are kernels for widths 64 and 128. Other widths go to mx.
+
+    Args:
+        q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16. As of ``k`` and
+            ``weights``, a view whose last axis is contiguous costs no copy.
+        k (array): Keys of shape ``[batch, keys, width]``.
+        weights (array): Weights of the heads, of shape ``[batch, queries, heads]``.
+        scale (float): Factor of the result.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[batch, queries, keys]`` and the promoted type.
+
+    Raises:
+        DtypeError: The arguments promote to no floating-point type.
+        ValueError: The shapes do not fit together.
+
+    Example:
+        >>> q, k, weights = (mx.random.normal(s) for s in ((1, 4, 1, 64), (1, 9, 64), (1, 1, 4)))
+        >>> mm.index_scores(q, k, weights).shape
+        (1, 1, 9)
+
+    Source:
+        DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025,
+        https://arxiv.org/abs/2512.02556.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def take_tokens(
+    keys: mx.array, values: mx.array, indices: mx.array, *, stream: StreamOrDevice = None
+) -> tuple[mx.array, mx.array]:
+    """Keys and values of some tokens of a cache, in one kernel.
+
+    Equal to ``mx.take_along_axis`` of ``keys`` and of ``values`` along their third axis, but that an index which is out
+    of range gives a row of NaN. Keys and values of two types go to mx.
+
+    Args:
+        keys (array): Keys of shape ``[batch, heads, tokens, width]``; float32, float16 or bfloat16. A view whose last
+            axis is contiguous costs no copy.
+        values (array): Values of shape ``[batch, heads, tokens, value_width]``.
+        indices (array): Which tokens; int32 or uint32, of shape ``[batch, heads, count]``, or ``[batch, 1, count]``
+            where all heads have the same. Negative ones count from the end.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple(array, array): Keys of shape ``[batch, heads, count, width]``, and their values.
+
+    Raises:
+        DtypeError: ``indices`` is neither int32 nor uint32, or ``keys`` or ``values`` not floating-point.
+        ValueError: The shapes do not fit together.
+
+    Example:
+        >>> keys, values = mx.random.normal((1, 1, 9, 512)), mx.random.normal((1, 1, 9, 64))
+        >>> [a.shape for a in mm.take_tokens(keys, values, mx.array([[[8, 3, 0]]]))]
+        [(1, 1, 3, 512), (1, 1, 3, 64)]
+
+    Source:
+        The choice of keys is DeepSeek-V3.2's, as of ``index_scores``.
     """
     raise NotImplementedError

@@ -164,10 +164,8 @@ def _chosen(indexer: Any, queries: mx.array, key: mx.array, weights: mx.array | 
     keys, _ = cache.update_and_fetch(key, _zeros(width, key.dtype))
     if weights is None:
         return None
-    weights = weights * (heads**-0.5 * indexer.softmax_scale)
-    scores = mx.maximum(turned @ keys.swapaxes(-1, -2), 0) * weights.swapaxes(-1, -2)[..., None]
-    scores = scores.sum(axis=1, keepdims=True)
-    most = indexer.index_topk
+    most, scale = indexer.index_topk, heads**-0.5 * indexer.softmax_scale
+    scores = _ext.index_scores(turned, keys[:, 0], weights, scale=scale)
     return mx.stop_gradient(mx.argpartition(scores, kth=-most, axis=-1)[..., -most:])
 
 
@@ -186,11 +184,7 @@ def sparse_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: An
     queries, turned, latent, keys = _appended(layer, queries, latent, cache[0], layer.num_heads, layer.scale)
     indices = _chosen(indexer, searching, key, weights[0] if chooses else None, cache[1])
     if indices is not None:
-        rows = indices[:, :, 0, :, None]
-        latent, keys = (
-            mx.take_along_axis(a, mx.broadcast_to(rows, (*rows.shape[:-1], a.shape[-1])), axis=2)
-            for a in (latent, keys)
-        )
+        latent, keys = _ext.take_tokens(latent, keys, indices)
     # The indexer's cache is computed where nothing reads it, too.
     cache[0].keys = mx.depends(cache[0].keys, (cache[1].keys, cache[1].values))
     return _over_latents(layer, queries, turned, latent, keys, layer.scale, cache)

@@ -11,6 +11,7 @@ import itertools
 from .attention import ATTENTION_OPS
 from .cache import ROPE_OPS
 from .cascade import CASCADE_OPS
+from .chosen_keys import CHOSEN_KEY_OPS
 from .compare import Check, check, compare, error, tolerance, worst
 from .embedding import EMBEDDING_OPS
 from .layer_inputs import LAYER_INPUT_OPS
@@ -66,7 +67,7 @@ __all__ = [
 
 OPS: tuple[Op, ...] = (
     *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *EMBEDDING_OPS, *MASKED_OPS, *ATTENTION_OPS, *CASCADE_OPS),
-    *(*PAGED_ATTENTION_OPS, *ROPE_OPS, *PAGED_APPEND_OPS),
+    *(*PAGED_ATTENTION_OPS, *ROPE_OPS, *PAGED_APPEND_OPS, *CHOSEN_KEY_OPS),
     *(*MOE_OPS, *RECURRENCE_OPS, *LAYER_INPUT_OPS, *TOKEN_LAYER_OPS),
 )
 

@@ -421,6 +421,24 @@ def _paged_append_calls() -> list[Call]:
     ]  # fmt: skip
 
 
+def _take_calls() -> list[Call]:
+    names = ("width", "values_width")
+
+    def run(keys, values):
+        zeros = _zeros_of_rows(keys)
+        return mm.take_tokens(keys, values, (zeros[:, None, None] + mx.array([2, 0, 2])).astype(mx.int32))
+
+    def exact(keys, values):
+        taken = [2, 0, 2]
+        return [
+            a[:, :, taken] if a.shape[2] else np.full((*a.shape[:2], 3, a.shape[3]), np.nan) for a in (keys, values)
+        ]
+
+    sizes = {"batch": 2, "key_heads": 2, "tokens": 5, "width": 8, "values_width": 6}
+    rows = [numbers("batch", "key_heads", "tokens", n) for n in names]
+    return [Call("take_tokens", "", sizes, {"keys": rows[0], "values": rows[1]}, run, exact)]
+
+
 def _attention_of_rows(q, k, v):
     starts = (q.sum((1, 2, 3)) > mx.inf).astype(mx.int32)  # zeros for any shape
     return mm.scaled_dot_product_attention(q, k, v, scale=0.125, starts=starts)
@@ -789,6 +807,7 @@ CALLS = [
     *_rope_calls(),
     *_quantized_rope_calls(),
     *_paged_append_calls(),
+    *_take_calls(),
     *_moe_calls(),
     *_recurrence_calls(),
     *_shaped_calls(),

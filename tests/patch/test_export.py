@@ -243,6 +243,8 @@ DIRECT = {
     "paged_append": lambda x: mm.paged_append(
         *[x[None, None, :2]] * 2, *[mx.zeros((2, 1, 16, 64))] * 2, mx.array([[0, 1]]), mx.array([15])
     )[0],
+    "index_scores": lambda x: mm.index_scores(x[None, None], x[None], x[None, :, :1]),
+    "take_tokens": lambda x: mm.take_tokens(x[None, None], x[None, None], mx.array([[[1, 0]]]))[0],
     "rope_append": lambda x: mm.rope_append(
         mx.stack([x] * 3)[None, :, :2], *[mx.zeros((1, 1, 4, 64))] * 2, 64, base=1e4, offset=0
     )[0],

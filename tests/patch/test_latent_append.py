@@ -148,6 +148,41 @@ def test_a_layers_launches(rng, name, converts, lenient):
 
 
 @pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", SPARSE)
+def test_tokens_beyond_the_chosen_keys(rng, name, batch, converts, lenient):
+    """An indexer chooses 8 of more keys: a token's logits are mlx-lm's, and a layer has at most 20 launches."""
+    model, tokens = MODELS["build"](name, mx.float32), mx.array(rng.integers(1, 300, (batch, 20)))
+    for layer in model.layers:
+        layer.self_attn.indexer.index_topk = 8
+
+    def run():
+        cache, found = caches.make_prompt_cache(model), []
+        for part in (tokens[:, :6], *(tokens[:, t : t + 1] for t in range(6, 20))):
+            found.append(model(part, cache=cache)[:, -1])
+            mx.eval(found[-1], [one.state for one in cache])
+        return mx.stack(found), cache
+
+    theirs, _ = run()
+    if converts:
+        mm.nn.convert(model)
+    with contextlib.nullcontext() if converts else mm.patched():
+        mm.stats(reset=True)
+        ours, cache = run()
+        used = mm.stats()
+        held = lambda: [part.keys for one in cache for part in one.caches]
+        launched = launched_on_apple(lambda: (model(mx.array([[7]] * batch), cache=cache), held()))
+    assert_near(ours, theirs, "logits", LAYERS)
+    if batch == 1:
+        # Tokens from the third on have more than 8 keys.
+        assert all(
+            sum(used[op]["kernels"].values()) == 12 * len(model.layers) for op in ("index_scores", "take_tokens")
+        )
+        assert not {"Maximum", "Multiply", "Sum", "GatherAxis"} & set(launched)
+        assert len(launched) <= 20 * len(model.layers)
+
+
+@pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
 def test_a_gate_of_the_output(rng, converts, native, lenient):
     """Kimi K3 may multiply attention's result with a gate."""
     model, tokens = MODELS["build"]("kimi_k3", mx.float32), mx.array(rng.integers(1, 300, (1, 12)))

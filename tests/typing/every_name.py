@@ -67,6 +67,8 @@ def attention(q: mx.array, packed: Packed) -> None:
     assert_type(mm.cascade_attention(q, q, q, q, q, scale=1.0, ends=q), mx.array)
     assert_type(mm.paged_attention(q, q, packed, q, q, scale=1.0), mx.array)
     assert_type(mm.paged_attention(q, q, q, q, q, scale=1.0, return_logsumexp=True), tuple[mx.array, mx.array])
+    assert_type(mm.index_scores(q, q, q, scale=0.5), mx.array)
+    assert_type(mm.take_tokens(q, q, q), tuple[mx.array, mx.array])
     assert_type(mm.paged_append(q, q, q, q, q, q), tuple[mx.array, mx.array, mx.array])
     assert_type(mm.paged_append(q, q, packed, packed, q, q), tuple[Packed, Packed, mx.array])
     assert_type(mm.rope_append(q, q, q, 64, base=1e4, offset=0), tuple[mx.array, mx.array, mx.array])

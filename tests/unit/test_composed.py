@@ -48,7 +48,7 @@ OF_THEMSELVES = {
 
 
 # Ops without native code: on a CPU they are always composed.
-COMPOSED_ALONE = {"block_masked_mm"}
+COMPOSED_ALONE = {"block_masked_mm", "index_scores"}
 
 
 def ran(executor: str) -> set[str]:

@@ -297,6 +297,41 @@ def paged_attention(draw: Draw) -> Case:
     )
 
 
+def index_scores(draw: Draw) -> Case:
+    """Gradients are those of a composition, and a rounding may decide whether a score has one."""
+    dtype, width = draw.dtype(), draw.pick((64, 64, 128, 128, 33))
+    batch, heads, queries = (
+        draw.pick((1, 1, 2, 3)),
+        draw.pick((1, 2, 3, 7, 8, 9, 16, 33)),
+        draw.pick((0, 1, 1, 1, 2, 5)),
+    )
+    keys = draw.size(draw.limit(300, 70), zero=0.02, small=0.4)
+    kind = draw.kind(("normal",) * 3 + ("constant", "integers", "small"))
+    shapes = (batch, heads, queries, width), (batch, keys, width), (batch, queries, heads)
+    arrays = [draw.array(draw.numbers(s, kind), dtype) for s in shapes]
+    scale = float32(draw.pick((1.0, width**-0.5, -2.0)))
+
+    def twin(q: mx.array, k: mx.array, weights: mx.array) -> mx.array:
+        scores = mx.maximum(q @ k[:, None].swapaxes(-1, -2), 0)
+        return ((weights * scale).swapaxes(-1, -2)[..., None] * scores).sum(axis=1)
+
+    def noise() -> list[np.ndarray | float]:
+        q, k, weights = map(to_float64, arrays)
+        products = np.linalg.norm(q, axis=-1).max(initial=0) * np.linalg.norm(k, axis=-1).max(initial=0)
+        return [EPSILON32 * (width + heads) * abs(scale) * np.abs(weights).sum(-1).max(initial=0) * products]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, scale=scale),
+        arrays,
+        lambda *a: mm.index_scores(*a, scale=scale),
+        twin,
+        twin,
+        of_nothing=lambda: [np.zeros((batch, queries, keys))],
+        noise=noise,
+        ordinary=False,
+    )
+
+
 def _behind(shape: Shape, prefix: int) -> np.ndarray:
     """A mask of a prefix that all see, and of the keys behind it by causality."""
     seen = np.arange(shape.keys) <= np.arange(shape.queries)[:, None] + shape.keys - shape.queries

@@ -105,6 +105,8 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             ],
             {},
         ),
+        "index_scores": lambda: ([array(2, 3, 1, 64), array(2, 5, 64), array(2, 1, 3)], {"scale": 0.125}),
+        "take_tokens": lambda: ([array(2, 3, 5, 8), array(2, 3, 5, 4), mx.zeros((2, 1, 3), mx.int32)], {}),
         "rope_append": lambda: (
             [array(1, 6, 2, 8), array(1, 2, 9, 8), array(1, 2, 9, 8), 8],
             {"base": 1e4, "offset": 3, "scale": 1.0, "start": 3, "traditional": True, **norms},

@@ -176,6 +176,37 @@ def paged_append(draw: Draw) -> Case:
     )
 
 
+def take_tokens(draw: Draw) -> Case:
+    """Indices may be out of range: their rows are NaN."""
+    dtype, batch, heads = draw.dtype(), draw.pick((1, 1, 2, 3)), draw.pick((1, 1, 2, 3))
+    tokens, count = draw.size(draw.limit(300, 60), small=0.4), draw.size(draw.limit(200, 40), small=0.4)
+    widths = draw.pick((7, 8, 33, 64, 64, 80, 512)), draw.pick((1, 8, 64, 64, 128))
+    kind = draw.kind(("normal", "normal", "large", "small"))
+    arrays = [draw.array(draw.numbers((batch, heads, tokens, n), kind), dtype) for n in widths]
+    low, high = draw.pick(((0, tokens), (-tokens, tokens), (-2 * tokens - 2, 2 * tokens + 2)))
+    shape = (batch, draw.pick((1, heads)), count)
+    numbers = draw.rng.integers(low, max(high, low + 1), shape)
+    indices = draw.array(numbers, draw.pick((mx.int32, mx.uint32)) if low == 0 else mx.int32)
+    numbers = np.array(indices).astype(np.int64)  # a broadcast view has fewer
+
+    def twin(*rows: mx.array) -> list[mx.array]:
+        n = np.broadcast_to(np.where(numbers < 0, numbers + tokens, numbers), (batch, heads, count))[..., None]
+        is_there = (n >= 0) & (n < tokens)
+        within = mx.array(np.where(is_there, n, 0))
+        parts = (mx.take_along_axis(a, mx.broadcast_to(within, (*n.shape[:3], a.shape[3])), axis=2) for a in rows)
+        return [mx.where(mx.array(is_there), part, mx.array(mx.nan, part.dtype)) for part in parts]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, indices=shape, low=low, high=high),
+        arrays,
+        lambda *rows: mm.take_tokens(*rows, indices),
+        twin,
+        twin,
+        of_nothing=lambda: [np.full((batch, heads, count, n), np.nan) for n in widths],
+        noise=lambda: [0.0, 0.0],
+    )
+
+
 def quantized_rope_append(draw: Draw) -> Case:
     """Buffers are compared unpacked: there the twin is off by its own quantization."""
     dtype, eps = draw.dtype(), float32(1e-6)
