@@ -153,6 +153,7 @@ _MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
     (routers.minimax_m3_mixture, "60e4dd62573daafe", ("minimax_m3_vl.SparseMoeBlock",), ("self", "x")),
     (routers.hunyuan_mixture, "3d542a5fbd317857", ("hunyuan.MoeBlock",), ("self", "x")),
     (routers.jamba_mixture, "fead3b54d74b131c", ("jamba.JambaSparseMoeBlock",), ("self", "x")),
+    (routers.phimoe_mixture, "cdb0195f90024448", ("phimoe.PhiMoESparseMoeBlock",), ("self", "x")),
     (routers.phixtral_mixture, "8ae96b633d717cea", ("phixtral.MOE",), ("self", "x")),
     (routers.llama4_mixture, "d2276a16af8964fe", ("llama4.MoE",), ("self", "x")),
     (routers.dbrx_mixture, "2de8dc6bcada89f6", ("dbrx.SparseMoeBlock",), ("self", "x")),

@@ -43,6 +43,7 @@ __all__ = [
     "mistral4_mixture",
     "mixtral_mixture",
     "olmoe_mixture",
+    "phimoe_mixture",
     "phixtral_mixture",
     "qwen2_mixture",
     "qwen3_mixture",
@@ -61,6 +62,7 @@ _KIMI_K3_SELECT = "8b0610622fc66156"
 _LONGCAT_GATE = "d607c77fa111e1a9"
 _HUNYUAN_GATE = "84a316ffeefaf8e5"
 _DBRX_ROUTER = "5d61e593737f69be"
+_SPARSE_MIXER = "90703af328788261"  # phimoe.sparsemixer
 _GRANITE_GATES = ("3fc5b5c918b88f8f", "e593c4112bc047e7")
 
 
@@ -152,6 +154,41 @@ def jamba_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 def phixtral_mixture(block: Any, x: mx.array) -> mx.array | None:
     return _weighted(block.switch_mlp, x, block.gate(x), block.num_experts_per_tok, scores="chosen")
+
+
+@functools.cache
+def _numbers(experts: int) -> mx.array:
+    numbers = mx.arange(experts, dtype=mx.uint32)
+    mx.eval(numbers)
+    return numbers
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _in_band(gates: mx.array, tops: mx.array, chosen: mx.array, numbers: mx.array, width: float) -> mx.array:
+    """exp(gate - top) of the experts in the band below each chosen one, but for those that were chosen before it."""
+    is_out = (tops - gates) / mx.maximum(mx.abs(gates), tops) > width
+    is_before = (gates > tops) | ((gates == tops) & (numbers < chosen))
+    return mx.where(is_out | is_before, 0.0, mx.exp(gates.astype(mx.float32) - tops.astype(mx.float32)))
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _one_over(sums: mx.array, like: mx.array) -> mx.array:
+    return (1 / sums).astype(like.dtype)
+
+
+def phimoe_mixture(block: Any, x: mx.array) -> mx.array | None:
+    """A chosen expert's weight is its softmax over the band below it, in which it is the largest."""
+    if digest_in(sys.modules["mlx_lm.models.phimoe"], "sparsemixer") != _SPARSE_MIXER:
+        return None
+    gates, k = _logits(block.gate, x), block.top_k
+    chosen = _ext.try_route_top_k(gates, k, None, "chosen")
+    if chosen is None:
+        return None
+    indices = mx.stop_gradient(chosen[0])
+    tops = mx.take_along_axis(gates, indices, axis=-1)
+    numbers = _numbers(gates.shape[-1])
+    terms = _in_band(gates[..., None, :], tops[..., None], indices[..., None], numbers, 2 * block.jitter_eps)
+    return weighted_experts(block.switch_mlp, x, indices, _one_over(terms.sum(axis=-1), gates))
 
 
 def granite_mixture(block: Any, x: mx.array) -> mx.array | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import tiny
 from helpers.pages import MODELS as PAGE
-from helpers.tolerances import LAYERS, assert_near
+from helpers.tolerances import LAYERS, assert_near, of_roundings
 from mlx_lm.models import switch_layers
 
 import mlx_mittens as mm
@@ -102,6 +103,7 @@ BESIDE = [
     "llama4",
     "minimax",
     "nemotron_h",
+    "phimoe",
     "phixtral",
     "step3p5",
     "dots1",
@@ -138,6 +140,40 @@ def test_tokens_beside_a_shared_expert(rng, name, lenient):
     compare(mm.patched())
     mm.nn.convert(model)
     compare(contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_weights_of_a_sparse_mixer(rng, dtype, native, k):
+    """Bands of one expert and of all, equal gates, gates below zero, and infinite ones: mlx-lm's experts and sums."""
+    phimoe = importlib.import_module("mlx_lm.models.phimoe")
+    block = PAGE["build"]("phimoe", mx.float32).model.layers[0].block_sparse_moe
+    block.top_k, block.gate = k, nn.Identity()
+    gates = rng.normal(size=(40, 4)).astype(np.float32)
+    gates[:10], gates[10], gates[11], gates[12:20] = gates[:10] / 100 + 1, 2, -1, np.round(gates[12:20])
+    gates[20, 0], gates[21] = -np.inf, -np.abs(gates[21])
+    gates = mx.array(gates).astype(dtype)
+    found = []
+
+    def experts(x, indices):
+        found.append(indices)
+        return mx.broadcast_to(1 + indices[..., None].astype(dtype), (*indices.shape, 1))
+
+    block.switch_mlp = experts
+    theirs = phimoe.PhiMoESparseMoeBlock.__call__(block, gates)
+    assert mixture_of(phimoe.PhiMoESparseMoeBlock) is routers.phimoe_mixture
+    ours = routers.phimoe_mixture(block, gates)
+    np.testing.assert_array_equal(*map(np.array, found))
+    assert_near(ours, theirs, "sums", of_roundings(dtype))
+
+
+def test_gradients_of_a_sparse_mixer(rng, native):
+    block = PAGE["build"]("phimoe", mx.float32).model.layers[0].block_sparse_moe
+    block.gate, gates = nn.Identity(), mx.array(rng.normal(size=(9, 4)).astype(np.float32))
+    block.switch_mlp = lambda x, indices: mx.broadcast_to(1.0 + indices[..., None], (*indices.shape, 1))
+    ours, theirs = (
+        mx.grad(lambda g, f=f: (f(g) ** 2).sum())(gates) for f in (partial(routers.phimoe_mixture, block), block)
+    )
+    assert_near(ours, theirs, "gradient", LAYERS)
 
 
 def test_routers_alone_leave_experts_to_mx(rng):
