@@ -22,6 +22,18 @@ function(mittens_check_versions dispatchers folder)
   endforeach()
 endfunction()
 
+include(CheckCXXSourceCompiles)
+
+# Whether tiles (AMX) are compiled: Linux alone grants them, and older compilers do not know them.
+function(mittens_check_tiles variable)
+  list(JOIN ARGN " " CMAKE_REQUIRED_FLAGS)
+  if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    check_cxx_source_compiles("
+      #include <immintrin.h>
+      int main() { _tile_zero(0); _tile_dpbusd(0, 1, 2); return __builtin_cpu_supports(\"amx-int8\"); }" ${variable})
+  endif()
+endfunction()
+
 # Compiles every source below a folder once per instruction set of the target processor; the code chooses at run time.
 # MITTENS_ISA names the set, and with it the namespace that keeps the copies apart.
 function(mittens_add_instruction_sets target folder)
@@ -38,6 +50,13 @@ function(mittens_add_instruction_sets target folder)
     set(flags_avxvnni ${flags_avx2} -mavxvnni)
     set(flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c)
     set(flags_avx512vnni ${flags_avx512} -mavx512vnni)
+    set(flags_avx512amx ${flags_avx512vnni} -mamx-tile -mamx-int8)
+    mittens_check_tiles(MITTENS_AMX -mamx-tile -mamx-int8)
+    if(MITTENS_AMX)
+      list(APPEND sets avx512amx)
+      set(panel_sets avx512amx)
+      target_compile_definitions(${target} PRIVATE MITTENS_AMX)
+    endif()
   elseif(processor MATCHES "aarch64|arm64")
     set(sets neon dotprod i8mm)
     set(integer_sets dotprod)

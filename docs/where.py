@@ -113,8 +113,8 @@ _PLACES = (
          "apple/m5/int8_rows.metal", "apple/m5/qmm_int8.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
          "integer_panel_matmul.cpp", "packed_rows.cpp", "tiles.cpp"),
-        ("test_quantized_matmul.py", "test_integer_products.py", "test_unpacked_integers.py", "test_mma_row.py",
-         "test_product_traffic.py", "test_qmm_int8.py"),
+        ("test_quantized_matmul.py", "test_integer_products.py", "test_integer_tiles.py", "test_unpacked_integers.py",
+         "test_mma_row.py", "test_product_traffic.py", "test_qmm_int8.py"),
         ("nvidia/rows.metal", "nvidia/tiles.metal", "nvidia/mma_row.metal", "nvidia/columns.metal"),
     ),
     Place(

@@ -4,7 +4,10 @@
 #include <stdexcept>
 #include <string_view>
 
-#if defined(__aarch64__) && defined(__APPLE__)
+#if defined(MITTENS_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -19,6 +22,22 @@ struct Isa {
   const char* name;
   bool supported;
 };
+
+#if defined(__x86_64__)
+// Whether there are tiles of bytes (AMX) and Linux grants them, which it is asked once for all threads of the process.
+// It refuses where a thread's signal stack has no room for their 8 KiB.
+bool has_tiles() {
+#if defined(MITTENS_AMX)
+  if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8")) {
+    return false;
+  }
+  constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 #if defined(__aarch64__)
 #if defined(__APPLE__)
@@ -61,8 +80,9 @@ const std::vector<Isa>& isas() {
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   static const bool avx512vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   static const bool avxvnni = avx2 && __builtin_cpu_supports("avxvnni");
-  static const std::vector<Isa> all = {
-      {"baseline", true}, {"avx2", avx2}, {"avxvnni", avxvnni}, {"avx512", avx512}, {"avx512vnni", avx512vnni}};
+  static const std::vector<Isa> all = {{"baseline", true},         {"avx2", avx2},
+                                       {"avxvnni", avxvnni},       {"avx512", avx512},
+                                       {"avx512vnni", avx512vnni}, {"avx512amx", avx512vnni && has_tiles()}};
 #elif defined(__aarch64__)
   static const std::vector<Isa> all = {
       {"neon", true}, {"dotprod", has_dot_products()}, {"i8mm", has_dot_products() && has_byte_matrices()}};

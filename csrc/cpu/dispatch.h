@@ -30,16 +30,24 @@ int isa_index();
   MITTENS_VERSION(baseline, op)     \
   MITTENS_VERSION(avx2, op)         \
   MITTENS_VERSION(avx512, op)
-#define MITTENS_VERSIONS(op)  \
-  MITTENS_COMMON_VERSIONS(op) \
-  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avx2::op, avx512::op, avx512::op};
-#define MITTENS_INTEGER_VERSIONS(op)                                                                      \
-  MITTENS_COMMON_VERSIONS(op)                                                                             \
-  MITTENS_VERSION(avxvnni, op)                                                                            \
-  MITTENS_VERSION(avx512vnni, op)                                                                         \
-  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avxvnni::op, avx512::op, \
-                                                         avx512vnni::op};
+#define MITTENS_VERSIONS(op)                                                                 \
+  MITTENS_COMMON_VERSIONS(op)                                                                \
+  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op,   avx2::op, \
+                                                         avx512::op,   avx512::op, avx512::op};
+#define MITTENS_ALL_INTEGER_VERSIONS(op, amx)                                                       \
+  MITTENS_COMMON_VERSIONS(op)                                                                       \
+  MITTENS_VERSION(avxvnni, op)                                                                      \
+  MITTENS_VERSION(avx512vnni, op)                                                                   \
+  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op,       avxvnni::op, \
+                                                         avx512::op,   avx512vnni::op, amx::op};
+#define MITTENS_INTEGER_VERSIONS(op) MITTENS_ALL_INTEGER_VERSIONS(op, avx512vnni)
+#if defined(MITTENS_AMX)
+#define MITTENS_PANEL_VERSIONS(op) \
+  MITTENS_VERSION(avx512amx, op)   \
+  MITTENS_ALL_INTEGER_VERSIONS(op, avx512amx)
+#else
 #define MITTENS_PANEL_VERSIONS MITTENS_INTEGER_VERSIONS
+#endif
 #elif defined(__aarch64__)
 #define MITTENS_VERSIONS(op) \
   MITTENS_VERSION(neon, op)  \

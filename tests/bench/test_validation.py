@@ -71,7 +71,7 @@ def test_activations_of_8_bits_are_measured(folder, tmp_path, capsys):
     found = json.loads(file.read_text())
     capsys.readouterr()
     assert (before["activations"], found["activations"]) == (None, "int8")
-    if _ext.cpu_instructions in ("avx2", "avxvnni", "avx512", "avx512vnni", "dotprod", "i8mm"):
+    if _ext.cpu_instructions in ("avx2", "avxvnni", "avx512", "avx512vnni", "avx512amx", "dotprod", "i8mm"):
         assert found["typical_error"] > 10 * before["typical_error"]
 
 

@@ -32,6 +32,7 @@ WHOLE = (
     "cache_step",
     "composed",
     "integer_products",
+    "integer_tiles",
     "shapeless",
     "unpacked_integers",
     "vmap",
@@ -169,7 +170,7 @@ def environment(name: str) -> dict[str, str]:
     }
 
 
-INSTRUCTION_SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "baseline", "i8mm", "dotprod", "neon")
+INSTRUCTION_SETS = ("avx512amx", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline", "i8mm", "dotprod", "neon")
 
 
 def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:

@@ -82,7 +82,8 @@ bool multiply_integers(const Product& p, bool* taken) {
     return versions[isa_index()](p.type, p.activation, p.w, p.up, p.x, p.bias, p.y, p.matrices, p.rows, p.columns,
                                  p.outputs, p.mode, taken);
   };
-  return takes(integer_matmul_versions) || takes(integer_panel_matmul_versions);
+  // Tiles (AMX) are faster for some numbers of rows that the other takes too.
+  return takes(integer_panel_matmul_versions) || takes(integer_matmul_versions);
 }
 
 void multiply(const Product& product) {

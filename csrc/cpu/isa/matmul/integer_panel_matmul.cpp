@@ -1,11 +1,23 @@
 #include "cpu/matmul/integer_matmul.h"
 
 #include "cpu/isa/matmul/integer_calls.h"
+#if defined(__AMX_INT8__)
+#include "cpu/isa/matmul/integer_tiles.h"
+#else
 #include "cpu/isa/matmul/integer_panels.h"
+#endif
 
 namespace mittens::cpu::MITTENS_ISA {
 
 namespace {
+
+#if defined(__AMX_INT8__)
+template <typename Source, typename Form>
+using Many = IntegerTiles<Source, Form>;
+#else
+template <typename Source, typename Form>
+using Many = IntegerPanels<Source, Form>;
+#endif
 
 // least_rows: 0 if never.
 template <int bits, typename Source, typename Form>
@@ -13,7 +25,7 @@ bool panels_of(const IntegerCall& call, size_t least_rows) {
   if constexpr (Form::template exists<bits> &&
                 (__is_same(Form, Int8) || integer_rows(Integers::packed).least_panel_rows)) {
     if (least_rows != 0 && call.rows >= least_rows) {
-      multiply_in_batches<Source, IntegerPanels<Source, Form>>(call);
+      multiply_in_batches<Source, Many<Source, Form>>(call);
       return true;
     }
   }
@@ -22,8 +34,9 @@ bool panels_of(const IntegerCall& call, size_t least_rows) {
 
 template <int bits, typename Source>
 bool panels_by(const IntegerCall& call, Integers integers, bool int8) {
-  return (int8 && panels_of<bits, Source, Int8>(call, most_byte_rows + 1)) ||
-         (call.type != Type::float32 && panels_of<bits, Source, Int16>(call, integer_rows(integers).least_panel_rows));
+  const IntegerRows rows = integer_rows(integers);
+  return (int8 && panels_of<bits, Source, Int8>(call, larger(rows.most_rows, most_byte_rows) + 1)) ||
+         (call.type != Type::float32 && panels_of<bits, Source, Int16>(call, rows.least_panel_rows));
 }
 
 }  // namespace

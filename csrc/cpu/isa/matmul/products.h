@@ -34,9 +34,12 @@ struct IntegerRows {
 // How the weights of a format become integers.
 enum class Integers { packed, small_floats, unpacked, unpacked_beside_floats };
 
+// With AMX few rows are those of the set before, and tiles begin below its most_rows.
 // small_floats: of 4 bits, by a table. unpacked_beside_floats: floats of these formats are multiplied as they are read.
 constexpr IntegerRows integer_rows(Integers integers) {
-#if defined(__AVX512VNNI__)
+#if defined(__AMX_INT8__)
+  constexpr IntegerRows rows[] = {{7, 8}, {15, 16}, {7, 8}, {0, 8}};
+#elif defined(__AVX512VNNI__)
   constexpr IntegerRows rows[] = {{8, 24}, {23, 24}, {8, 9}, {0, 24}};
 #elif defined(__AVX512F__)
   constexpr IntegerRows rows[] = {{2, 0}, {8, 0}, {8, 0}, {0, 0}};
@@ -54,7 +57,12 @@ constexpr IntegerRows integer_rows(Integers integers) {
   return rows[static_cast<size_t>(integers)];
 }
 
-constexpr size_t most_byte_rows = 8;  // up to which int8 is faster than panels of int8
+// Up to which int8 along the weights is faster than panels of int8.
+#if defined(__AMX_INT8__)
+constexpr size_t most_byte_rows = 7;
+#else
+constexpr size_t most_byte_rows = 8;
+#endif
 
 constexpr int tile_outputs = many_registers ? 4 : 2;
 constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time
