@@ -88,6 +88,7 @@ _LONGCAT = {
     **{"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity", "attention_method": "MLA"},
     **{"ffn_hidden_size": 256, "expert_ffn_hidden_size": 64, "zero_expert_num": 2, "num_layers": 4},
 }
+_INDEXER = {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 8}  # of fewer keys than a token sees
 _KIMI_LINEAR = {"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 64}
 _GEMMA4 = {
     **{"layer_types": _ALTERNATING, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 320},
@@ -112,6 +113,7 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
     },
+    "deepseek_v32": _INDEXER,
     "exaone": {"head_dim": 32, "num_layers": 4},
     "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
     "gemma3n": {
@@ -121,7 +123,7 @@ OWN: dict[str, dict[str, Any]] = {
         **{"laurel_rank": 64, "final_logit_softcapping": 30.0},
     },
     "glm_moe_dsa": {
-        **{"rope_parameters": _ROPE, "index_head_dim": 64, "index_n_heads": 4, "index_topk": 8},
+        **{"rope_parameters": _ROPE, **_INDEXER},
         **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     },
     "gptj": {"rotary_dim": 32},

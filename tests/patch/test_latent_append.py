@@ -120,7 +120,7 @@ def test_nothing_is_kept_where_the_norm_is_held(rng, native):
 
 # Files whose caches have heads that are made of latents.
 EXPANDED = ["deepseek_v2", "minicpm3", "youtu_llm"]
-SPARSE = ["deepseek_v32", "glm_moe_dsa"]  # attention over chosen keys: eight for some tokens of glm_moe_dsa here
+SPARSE = ["deepseek_v32", "glm_moe_dsa"]  # attention over eight chosen keys
 
 
 @pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
