@@ -20,6 +20,7 @@ from .linears import products
 from .model_attention import attend
 
 __all__ = [
+    "chosen_keys",
     "expanded_latent_attention",
     "gemma3_attention",
     "gpt_oss_attention",
@@ -36,6 +37,8 @@ _YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
 _LONG_ROPE = "6d918f6ebd35f609"  # SuScaledRoPE.__call__
 _BLOCK_MASK = "9262347f44c55f8e"  # minimax_m3_vl.Attention._block_mask
 _INDEXER = "32abbbcdb19a3967"  # deepseek_v32.Indexer.__call__
+_INDEX_WIDTHS = (64, 128)  # of heads that index_scores has kernels for
+_CACHES = "mlx_lm.models.cache"
 
 
 @functools.partial(mx.compile, shapeless=True)
@@ -149,9 +152,9 @@ def _over_latents(
 
 
 @functools.cache
-def _zeros(width: int, dtype: mx.Dtype) -> mx.array:
+def _zeros(width: int, dtype: mx.Dtype, batch: int = 1) -> mx.array:
     """Values of a cache that has keys alone."""
-    zeros = mx.zeros((1, 1, 1, width), dtype)
+    zeros = mx.zeros((batch, 1, 1, width), dtype)
     mx.eval(zeros)
     return zeros
 
@@ -164,9 +167,42 @@ def _chosen(indexer: Any, queries: mx.array, key: mx.array, weights: mx.array | 
     keys, _ = cache.update_and_fetch(key, _zeros(width, key.dtype))
     if weights is None:
         return None
-    most, scale = indexer.index_topk, heads**-0.5 * indexer.softmax_scale
-    scores = _ext.index_scores(turned, keys[:, 0], weights, scale=scale)
-    return mx.stop_gradient(mx.argpartition(scores, kth=-most, axis=-1)[..., -most:])
+    return mx.stop_gradient(_choice(indexer, turned, keys, weights))
+
+
+def _choice(
+    indexer: Any, turned: mx.array, keys: mx.array, weights: mx.array, mask: mx.array | None = None
+) -> mx.array:
+    """The keys that an indexer chooses for queries, of shape ``[batch, 1, queries, count]``."""
+    most, scale = indexer.index_topk, indexer.n_heads**-0.5 * indexer.softmax_scale
+    scores = mx.expand_dims(_ext.index_scores(turned, keys[:, 0], weights, scale=scale), 1)
+    if mask is not None:
+        scores = mx.where(mask, scores, -float("inf"))
+    return mx.argpartition(scores, kth=-most, axis=-1)[..., -most:]
+
+
+def _held(cache: Any) -> int | None:
+    """How many tokens a cache holds that keeps all; None of other caches."""
+    kind = type(cache)
+    if kind.__module__ != _CACHES or kind.__name__ not in ("KVCache", "BatchKVCache") or cache.values is None:
+        return None
+    held = cache.offset if kind.__name__ == "KVCache" else cache._idx
+    return held if isinstance(held, int) else None
+
+
+def chosen_keys(indexer: Any, x: mx.array, qr: mx.array, mask: Any, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.deepseek_v32.Indexer, of a token for each row of a batch that sees more keys than it chooses."""
+    held, width = _held(cache), indexer.head_dim
+    if held is None or held < indexer.index_topk or x.ndim != 3 or x.shape[1] != 1 or _ext.exporting():
+        return None
+    if width not in _INDEX_WIDTHS:
+        return None
+    batch = x.shape[0]
+    queries = indexer["wq_b"](qr).reshape(batch, 1, indexer.n_heads, width).swapaxes(1, 2)
+    key = indexer["k_norm"](indexer["wk"](x)).reshape(batch, 1, 1, width)
+    turned, key = (indexer.rope(part, offset=cache.offset) for part in (queries, key))
+    keys, _ = cache.update_and_fetch(key, _zeros(width, key.dtype, batch))
+    return _choice(indexer, turned, keys, indexer["weights_proj"](x), mask)
 
 
 def sparse_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
@@ -184,7 +220,7 @@ def sparse_latent_attention(layer: Any, x: mx.array, mask: Any = None, cache: An
     queries, turned, latent, keys = _appended(layer, queries, latent, cache[0], layer.num_heads, layer.scale)
     indices = _chosen(indexer, searching, key, weights[0] if chooses else None, cache[1])
     if indices is not None:
-        latent, keys = _ext.take_tokens(latent, keys, indices)
+        latent, keys = _ext.take_tokens(latent, keys, indices[:, :, 0])
     # The indexer's cache is computed where nothing reads it, too.
     cache[0].keys = mx.depends(cache[0].keys, (cache[1].keys, cache[1].values))
     return _over_latents(layer, queries, turned, latent, keys, layer.scale, cache)

@@ -386,6 +386,20 @@ ATTENTION += [
 
 ATTENTION += [
     Target(
+        "attention_layer",
+        "index_scores",
+        "mlx_lm.models.deepseek_v32",
+        "Indexer.__call__",
+        attention_layers.chosen_keys,
+        ("self", "x", "qr", "mask", "cache"),
+        optional=True,
+        partial=True,  # a token of each row that sees more keys than it chooses
+        text="32abbbcdb19a3967",
+    )
+]
+
+ATTENTION += [
+    Target(
         "swiglu",
         "quantized_swiglu",
         "mlx_lm.models.gemma3n",

@@ -173,6 +173,8 @@ def test_tokens_beyond_the_chosen_keys(rng, name, batch, converts, lenient):
         held = lambda: [part.keys for one in cache for part in one.caches]
         launched = launched_on_apple(lambda: (model(mx.array([[7]] * batch), cache=cache), held()))
     assert_near(ours, theirs, "logits", LAYERS)
+    if not converts:
+        assert sum(used["index_scores"]["kernels"].values()) == 12 * len(model.layers)
     if batch == 1:
         # Tokens from the third on have more than 8 keys.
         assert all(
@@ -180,6 +182,25 @@ def test_tokens_beyond_the_chosen_keys(rng, name, batch, converts, lenient):
         )
         assert not {"Maximum", "Multiply", "Sum", "GatherAxis"} & set(launched)
         assert len(launched) <= 20 * len(model.layers)
+
+
+def test_rows_of_a_batch_choose_their_own_keys(rng, native, lenient):
+    """Prompts of unequal lengths: keys before a row's first are never chosen."""
+    model, tokens = MODELS["build"]("glm_moe_dsa", mx.float32), mx.array(rng.integers(1, 300, (3, 24)))
+
+    def run():
+        cache, found = [caches.CacheList(*(caches.BatchKVCache([4, 0, 7]) for _ in range(2))) for _ in model.layers], []
+        for part in (tokens[:, :12], *(tokens[:, t : t + 1] for t in range(12, 24))):
+            found.append(model(part, cache=cache)[:, -1])
+            mx.eval(found[-1], [one.state for one in cache])
+        return mx.stack(found)
+
+    theirs = run()
+    with mm.patched():
+        mm.stats(reset=True)
+        ours = run()
+    assert sum(mm.stats()["index_scores"]["kernels"].values()) == 12 * len(model.layers)
+    assert_near(ours, theirs, "logits", LAYERS)
 
 
 @pytest.mark.parametrize("converts", [False, True], ids=["patched", "converted"])
