@@ -196,10 +196,10 @@ class IntegerTiles {
         [&](size_t w, UInt packed) MITTENS_INLINED {
           constexpr int of_word = Source::vectors / 4;
           repeat<of_word>([&](auto k) MITTENS_INLINED {
-            typedef int8_t AllBytes __attribute__((vector_size(sizeof(UInt))));
+            typedef uint8_t AllBytes __attribute__((vector_size(sizeof(UInt))));
             const UInt weights = Source::template integers<k.value, 4>(packed);
-            write(words + (w * of_word + k.value) * lanes,
-                  (AllBytes)weights - static_cast<int8_t>(static_cast<uint8_t>(Source::middle)), All());
+            write(words + (w * of_word + k.value) * lanes, (AllBytes)weights - static_cast<uint8_t>(Source::middle),
+                  All());
           });
         });
   }
