@@ -27,7 +27,7 @@ from works import Point, predict_point, read_points
 
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.apple.model import Prediction, Work, chain
-from mlx_mittens.peer import mlx_metal
+from mlx_mittens.peer import mlx_metal, mlx_quantized
 from mlx_mittens.prediction.launches import predict_launches
 from mlx_mittens.simulator import PredictedLaunch, profiled
 
@@ -136,7 +136,7 @@ def _qmv(point: Point) -> Call:
     )  # what mlx-lm's models have, where none is said
     w = drawn((outputs, inputs * bits // 32), mx.uint32)
     scales, x = drawn((outputs, inputs // 64), dtype), drawn((1, inputs), dtype)
-    return lambda: mlx_metal.quantized_matmul(x, w, scales, scales, bits=bits, stream=mx.cpu), 1
+    return lambda: mlx_quantized.quantized_matmul(x, w, scales, scales, bits=bits, stream=mx.cpu), 1
 
 
 def _sdpa(point: Point) -> Call:

@@ -44,20 +44,31 @@ std::string name_of(mx::Dtype dtype) {
   return text.str();
 }
 
+const char* name_of(mx::QuantizationMode mode) {
+  switch (mode) {
+    case mx::QuantizationMode::Affine:
+      return "affine";
+    case mx::QuantizationMode::Mxfp4:
+      return "mxfp4";
+    case mx::QuantizationMode::Mxfp8:
+      return "mxfp8";
+    case mx::QuantizationMode::Nvfp4:
+      return "nvfp4";
+  }
+  return "another";
+}
+
 // Facts beside shapes that a kernel depends on, for operations whose kernels are known.
 nb::tuple details_of(const mx::Primitive& primitive) {
   const std::string_view name = primitive.name();
   if (name == "QuantizedMatmul") {
     const auto [group_size, bits, mode, transpose] = static_cast<const mx::QuantizedMatmul&>(primitive).state();
-    return nb::make_tuple(group_size, bits, mode == mx::QuantizationMode::Affine, transpose);
+    return nb::make_tuple(group_size, bits, name_of(mode), transpose);
   }
   if (name == "GatherQMM") {
     const auto [group_size, bits, mode, transpose, left_sorted, right_sorted] =
         static_cast<const mx::GatherQMM&>(primitive).state();
-    const char* format = mode == mx::QuantizationMode::Affine  ? "affine"
-                         : mode == mx::QuantizationMode::Mxfp4 ? "mxfp4"
-                                                               : "another";
-    return nb::make_tuple(group_size, bits, format, transpose, right_sorted);
+    return nb::make_tuple(group_size, bits, name_of(mode), transpose, right_sorted);
   }
   if (name == "GatherMM") {
     const auto [left_sorted, right_sorted] = static_cast<const mx::GatherMM&>(primitive).state();

@@ -6,12 +6,14 @@ public source; the kernels are the installed wheel's. Dense products: `mlx_unit_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from .. import _ext
-from ..ops.custom import int32, launch
+from ..ops.custom import launch
+from .mlx_formats import Format
 from .mlx_sources import TYPES, instance
 
 _SIMD = 32
@@ -72,24 +74,22 @@ def takes_product(dtype: mx.Dtype, shape: tuple[int, int, int], group_size: int,
 
 
 def qmm(
-    arguments: dict[int, Any], dtype: mx.Dtype, shape: tuple[int, int, int], group_size: int, bits: int, stream: Stream
+    values: Sequence[Any], dtype: mx.Dtype, shape: tuple[int, int, int], weights: Format, stream: Stream
 ) -> mx.array:
     """The quantized product of many rows: 64 outputs of 64 rows a threadgroup, or of 32 where these are all.
 
     Args:
-        arguments: Of the kernel, by buffer index, all but the number of rows.
+        values: Arguments of the kernel, in order.
         dtype: Of x.
         shape: Rows of x, its columns, and outputs.
-        group_size: Weights that share a scale.
-        bits: Of a weight.
+        weights: Their format.
         stream: Where to run.
     """
     m, _, n = shape
     rows = _rows_of_tile(m)
-    template = TYPES[dtype], group_size, bits, n % 64 == 0, False, rows, 64, 64, 2, 2
-    kernel = instance("quantized_nax", "affine_qmm_t_nax", *template)
+    kernel = weights.kernel("qmm_t_nax", dtype, n % 64 == 0, False, rows, 64, 64, 2, 2)
     groups = [-(-n // 64), -(-m // rows), 1]
-    return launch(*kernel, arguments | {7: int32(m)}, groups, [_SIMD, 2, 2], stream=stream)[0]
+    return launch(*kernel, dict(enumerate(values)), groups, [_SIMD, 2, 2], stream=stream)[0]
 
 
 def _rows_of_tile(m: int) -> int:

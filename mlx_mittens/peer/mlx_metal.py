@@ -21,7 +21,7 @@ import mlx.core as mx
 from .. import _ext, specs
 from ..ops.custom import Output, float32, int32, int64, launch
 from ..specs.matrix_op import has_bias
-from . import mlx_matrix_units, mlx_unit_products, split_sums
+from . import mlx_gathers, mlx_matrix_units, mlx_quantized, mlx_unit_products
 from .mlx_sources import TYPES, has_checkout, instance, of_checkout
 
 # Columns of a row that MLX's norms hold at most, in 4 and 8 a thread; they loop over longer ones.
@@ -123,114 +123,6 @@ def gemv(
         **{9: int32(1), 10: int32(1), 11: int64(0), 12: int64(0)},
     }
     return launch(*kernel, arguments, [_ceil(outputs, a_threadgroup)], [_SIMD, bn, bm], stream=stream)[0]
-
-
-def quantized_matmul(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    transpose: bool = True,
-    group_size: int = 64,
-    bits: int = 4,
-    *,
-    stream: Stream = None,
-) -> mx.array:
-    """``mx.quantized_matmul`` with affine weights [N, K] and x [M, K]: by vectors, or by matrices from some rows on."""
-    if not transpose:
-        raise ValueError("[peer.quantized_matmul] transpose is False: expected True")
-    m, k, n = math.prod(x.shape[:-1]), x.shape[-1], w.shape[0]
-    arguments: Arguments = {
-        **dict(enumerate((w, scales, biases, x))),
-        **{4: Output([*x.shape[:-1], n], x.dtype), 5: int32(k), 6: int32(n)},
-    }
-    type_text = TYPES[x.dtype]
-    if m >= (mlx_matrix_units.fewest_rows_of_qmm(k, n, stream) or _fewest_rows_of_qmm(k, n)):
-        if mlx_matrix_units.takes_product(x.dtype, (m, k, n), group_size, stream):
-            return mlx_matrix_units.qmm(arguments, x.dtype, (m, k, n), group_size, bits, stream)
-        return _qmm(arguments, type_text, (m, k, n), group_size, bits, stream)
-    if (k == 128 and bits in (1, 2, 4, 8)) or (k == 64 and bits in (2, 4, 8)):
-        kernel = instance("quantized", "affine_qmv_quad", type_text, group_size, bits, k, False)
-        return launch(*kernel, arguments, [m, _ceil(n, 64), 1], [_SIMD, 1, 1], stream=stream)[0]
-    if m > 1:
-        vectors, lanes = _ceil(m, _ceil(m, 5)), 8
-        kernel = instance("quantized", "affine_qmv_wide", type_text, group_size, bits, vectors, lanes, False)
-        groups = [_ceil(m, vectors), _ceil(n, 2 * _SIMD // lanes), 1]
-        return launch(*kernel, arguments | {7: int32(m)}, groups, [_SIMD, 2, 1], stream=stream)[0]
-    rows, whole = 8, k % (_values_a_word(bits) * (1 if bits == 2 else 2) * _SIMD) == 0
-    partial = [n % rows != 0] if whole else []
-    kernel = instance(
-        "quantized", "affine_qmv_fast" if whole else "affine_qmv", type_text, group_size, bits, False, *partial
-    )
-    return launch(*kernel, arguments, [m, _ceil(n, rows), 1], [_SIMD, 2, 1], stream=stream)[0]
-
-
-def gather_qmv(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    lhs_indices: mx.array,
-    rhs_indices: mx.array,
-    group_size: int = 64,
-    bits: int = 4,
-    mode: str = "affine",
-    *,
-    stream: Stream = None,
-) -> mx.array:
-    """``mx.gather_qmm`` of single rows: x [..., 1, K], weights [E, N, K], indices of one shape; no global scale.
-
-    MLX launches it for a token of a mixture, whose indices are not sorted.
-    """
-    if x.shape[-2] != 1 or lhs_indices.shape != rhs_indices.shape:
-        raise ValueError(f"[peer.gather_qmv] x has shape {x.shape}: expected [..., 1, K], and indices of one shape")
-    k, n = x.shape[-1], w.shape[-2]
-    whole = n % 8 == 0 and k % (_values_a_word(bits) * (1 if bits == 2 else 2) * _SIMD) == 0
-    affine = mode == "affine"
-    function = f"{'affine' if affine else 'fp'}_gather_qmv{'_fast' * whole}"
-    kernel = instance("quantized" if affine else "fp_quantized", function, TYPES[x.dtype], group_size, bits)
-    values: list[Any] = [w, scales, biases if affine else mx.zeros((1,)), x, lhs_indices, rhs_indices]
-    values += [Output([*lhs_indices.shape, 1, n], x.dtype), int32(k), int32(n)]
-    values += [int32(x.ndim - 2), _ints(x.shape), _longs(x.shape), int32(w.ndim - 2), _ints(w.shape)]
-    values += [_longs(a.shape) for a in (w, scales, *([biases] if biases is not None else []))]
-    values += [int32(1), _ints((lhs_indices.size,)), int64(1), int64(1)]
-    groups = [1, _ceil(n, 8), lhs_indices.size]
-    return launch(*kernel, dict(enumerate(values)), groups, [_SIMD, 2, 1], stream=stream)[0]
-
-
-def _values_a_word(bits: int) -> int:
-    return 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
-
-
-def _ints(values: Sequence[int]) -> bytes:
-    return struct.pack(f"={len(values)}i", *values)
-
-
-def _longs(shape: Sequence[int]) -> bytes:
-    """Strides of a shape that lies in memory row by row."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return struct.pack(f"={len(strides)}q", *strides)
-
-
-def _fewest_rows_of_qmm(k: int, n: int) -> int:
-    """The fewest rows of x for which MLX calls qmm for weights [N, K], on an M3 or M4 that is no Ultra."""
-    return 15 if 2048 < max(k, n) <= 4096 else 13
-
-
-def _qmm(arguments, type_text, shape, group_size, bits, stream):
-    m, k, n = shape
-    tiles = [_ceil(n, 32), _ceil(m, 32)]
-    aligned = n % 32 == 0
-    parts = mlx_matrix_units.parts_of_qmm(shape, group_size)
-    arguments = arguments | {7: int32(m)}
-    if parts <= 1:
-        kernel = instance("quantized", "affine_qmm_t", type_text, group_size, bits, aligned, False)
-        return launch(*kernel, arguments, [*tiles, 1], [_SIMD, 2, 2], stream=stream)[0]
-    output = arguments[4]
-    arguments |= {4: Output([parts, m, n], mx.float32), 8: int32(k // parts), 9: int32(m * n)}
-    kernel = instance("quantized", "affine_qmm_t_splitk", type_text, group_size, bits, aligned)
-    (partials,) = launch(*kernel, arguments, [*tiles, parts], [_SIMD, 2, 2], stream=stream)
-    return split_sums.added(partials, list(output.shape), output.dtype, stream=stream)
 
 
 def scaled_dot_product_attention(
@@ -435,6 +327,28 @@ def _covers_matmul(case: specs.Case, options: Mapping[str, Any]) -> bool:
     return mlx_unit_products.takes(rows, outputs, columns, mx.float16, turned=turned, stream=cpu)
 
 
+def _with_rows(x: mx.array, indices: mx.array) -> tuple[mx.array, mx.array]:
+    """Tokens [T, K] as single rows, and the row of each chosen matrix [T, C]."""
+    rows = mx.broadcast_to(mx.arange(x.shape[0], dtype=mx.uint32)[:, None], indices.shape)
+    return x[:, None], mx.contiguous(rows)
+
+
+def _gather_qmm_of_case(x, w, scales, biases, indices, *, stream: Stream = None, **options: Any) -> mx.array:
+    x, rows = _with_rows(x, indices)
+    y = mlx_gathers.gather_qmm(x, w, scales, biases, rows, indices, **options, stream=stream)
+    return y.reshape(*indices.shape, 1, w.shape[1])
+
+
+def _gather_mm_of_case(x, w, indices, *, sorted_indices=False, stream: Stream = None) -> mx.array:
+    x, rows = _with_rows(x, indices)
+    y = mlx_gathers.gather_mm(x, w.swapaxes(1, 2), rows, indices, sorted_indices, stream=stream)
+    return y.reshape(*indices.shape, 1, w.shape[1])
+
+
+def _covers_gather(case: specs.Case, options: Mapping[str, Any]) -> bool:
+    return case.shape[1] == 1 or not options.get("sorted_indices")
+
+
 PEERS: dict[str, Peer] = {
     "softmax": Peer(softmax, lambda case, options: options["axis"] == -1),
     "rms_norm": Peer(rms_norm, lambda case, options: not options.get("weight_offset") and has_checkout()),
@@ -442,9 +356,11 @@ PEERS: dict[str, Peer] = {
     "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1 and not has_bias(case)),
     "matmul": Peer(_matmul_of_case, _covers_matmul),
     "quantized_matmul": Peer(
-        quantized_matmul,
-        lambda case, options: options.get("transpose", True) and not {"mode", "exact"} & options.keys(),
+        mlx_quantized.quantized_matmul,
+        lambda case, options: options.get("transpose", True) and "exact" not in options,
     ),
+    "gather_qmm": Peer(_gather_qmm_of_case, _covers_gather),
+    "gather_mm": Peer(_gather_mm_of_case, _covers_gather),
     "scaled_dot_product_attention": Peer(_attention_of_case, _covers_attention),
 }
 

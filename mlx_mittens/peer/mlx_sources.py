@@ -23,6 +23,7 @@ HEADERS = {
     "sdpa_vector": ("utils.h", "sdpa_vector.h"),
     "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
     "quantized_nax": ("utils.h", "steel/gemm/gemm_nax.h", "quantized_utils.h", "quantized_nax.h"),
+    "fp_quantized_nax": ("utils.h", "steel/gemm/gemm_nax.h", "quantized_utils.h", "fp_quantized_nax.h"),
     "fused_nax": ("utils.h", "steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_fused_nax.h"),
     "thin_nax": ("utils.h", "steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_thin_nax.h"),
     "splitk_nax": ("utils.h", "steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_splitk_nax.h"),

@@ -13,8 +13,9 @@ from typing import Any
 import mlx.core as mx
 
 from .. import _ext
-from ..ops.custom import Output, int32, int64, launch
+from ..ops.custom import Output, int32, launch
 from . import mlx_matrix_units
+from .mlx_formats import Format, Weights
 from .mlx_sources import TYPES, instance
 
 _SIMD = 32
@@ -27,25 +28,28 @@ def takes_sorted_mm(dtype: mx.Dtype, stream: Stream = None) -> bool:
     return mlx_matrix_units.are_used(dtype, stream)
 
 
-def takes_sorted_qmm(dtype: mx.Dtype, rows: int, matrices: int, stream: Stream = None) -> bool:
-    """Whether MLX's quantized product of single sorted rows is on matrix units: fewer are multiplied as vectors."""
-    return rows >= 16 and rows // matrices >= 4 and mlx_matrix_units.are_used(dtype, stream)
+def rows_that_run(rows: int, matrices: int, tile: int, along_rows: int = 1) -> list[int]:
+    """Rows of each matrix, where all get alike numbers: some more where the simulator would fault a tile.
 
+    Where the rows that are left fill one SIMD-group's part of a tile and not the next one's, the two wait at two copies
+    of one barrier. None does if the last rows are a whole tile.
 
-def indices_that_run(rows: int, matrices: int, tile: int) -> mx.array:
-    """Sorted matrices of rows, in whole tiles, which the simulator runs: some more rows where the last tile is not.
-
-    Where a tile fills one SIMD-group's part and not the next one's, the two wait at two copies of one barrier.
+    Args:
+        rows: Of all matrices.
+        matrices: How many.
+        tile: Rows of a threadgroup.
+        along_rows: Its SIMD-groups along rows.
     """
-    tiles = -(-rows // tile)
-    begins = [i * tiles // matrices * tile for i in range(matrices + 1)]
-    counts = [after - before for before, after in zip(begins, begins[1:])]
+    counts = [rows // matrices + (i < rows % matrices) for i in range(matrices)]
+    last = min(rows, matrices) - 1
+    if along_rows > 1 and (last > 0 or counts[last] % tile >= tile // along_rows):
+        counts[last] = -(-counts[last] // tile) * tile
+    return counts
+
+
+def indices_of(counts: Sequence[int]) -> mx.array:
+    """The matrix of each row, by the rows of each matrix."""
     return mx.array([i for i, count in enumerate(counts) for _ in range(count)], dtype=mx.uint32)
-
-
-def tile_of_mm(rows: int, matrices: int) -> int:
-    """Rows of a threadgroup of a dense product of sorted rows."""
-    return _tile_of_mm(rows, matrices)[0]
 
 
 def tile_of_qmm(rows: int, matrices: int) -> int:
@@ -63,7 +67,7 @@ def gather_mm(x: mx.array, w: mx.array, rhs_indices: mx.array, *, stream: Stream
     if is_turned and _ext.strides(w)[1] != 1:
         w, is_turned = mx.contiguous(w, stream=stream), False
         mx.eval(w)
-    tile, along_rows = _tile_of_mm(rows, matrices)
+    tile, along_rows = tile_of_mm(rows, matrices)
     strides = _ext.strides(w)
     template = (TYPES[x.dtype], tile, 128, 128, along_rows, 4, False, is_turned)
     kernel = instance("gather_nax", "gather_mm_rhs_nax", *template)
@@ -72,7 +76,7 @@ def gather_mm(x: mx.array, w: mx.array, rhs_indices: mx.array, *, stream: Stream
         "=8i3q3i4x", *(rows, n, k, k, strides[2 if is_turned else 1], n, *grid[:2]), 0, strides[0], 0, 0, k // 128, 0
     )
     arguments: dict[int, Any] = {
-        **dict(enumerate((mx.contiguous(x, stream=stream), w, _begins(rhs_indices, matrices, stream)))),
+        **dict(enumerate((mx.contiguous(x, stream=stream), w, begins(rhs_indices, matrices, stream)))),
         **{3: Output([*x.shape[:-1], n], x.dtype), 4: params, 5: int32(matrices)},
     }
     constants = {201: n % 128 == 0, 202: k % 128 == 0}
@@ -80,33 +84,41 @@ def gather_mm(x: mx.array, w: mx.array, rhs_indices: mx.array, *, stream: Stream
     return launch(*kernel, arguments, grid, threads, constants=constants, ensure_row_contiguous=False, stream=stream)[0]
 
 
-def _tile_of_mm(rows: int, matrices: int) -> tuple[int, int]:
-    """Rows of a threadgroup, and its SIMD-groups along them."""
+def tile_of_mm(rows: int, matrices: int) -> tuple[int, int]:
+    """Rows of a threadgroup of a dense product of sorted rows, and its SIMD-groups along them."""
     each = rows // matrices
     return (64, 2) if each > 48 else (32, 1) if each > 24 else (16, 1)
 
 
 def gather_qmm(
     x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array,
+    weights: Weights,
     rhs_indices: mx.array,
-    transpose: bool = True,
-    group_size: int = 64,
-    bits: int = 4,
+    transpose: bool,
+    form: Format,
+    tile: int | None = None,
     *,
     stream: Stream = None,
 ) -> mx.array:
-    """``mx.gather_qmm`` of sorted single rows, with affine weights: x [R, 1, K] with w [E, N, K], or [E, K, N]."""
+    """``mx.gather_qmm`` of sorted single rows: x [R, 1, K] with weights [E, N, K], or [E, K, N].
+
+    Args:
+        x: Rows.
+        weights: Words, scales, and biases of affine ones.
+        rhs_indices: The weights of each row.
+        transpose: Whether weights are [E, N, K].
+        form: The weights' format.
+        tile: Rows of a threadgroup; as many as MLX takes if left out.
+        stream: Where to run.
+    """
     rows, k = x.size // x.shape[-1], x.shape[-1]
+    w = weights[0]
     matrices = w.shape[0]
-    n = w.shape[1] if transpose else w.shape[2] * 32 // bits
+    n = w.shape[1] if transpose else w.shape[2] * 32 // form.bits
     _need_rows(x, rhs_indices, "gather_qmm")
-    tile = tile_of_qmm(rows, matrices)
-    template = (TYPES[x.dtype], group_size, bits, tile, 64, 64, 2, 2, transpose)
-    kernel = instance("quantized_nax", "affine_gather_qmm_rhs_nax", *template)
-    values = [x, w, scales, biases, _begins(rhs_indices, matrices, stream), Output([*x.shape[:-1], n], x.dtype)]
+    tile = tile or tile_of_qmm(rows, matrices)
+    kernel = form.kernel("gather_qmm_rhs_nax", x.dtype, tile, 64, 64, 2, 2, transpose)
+    values = [x, *form.operands(weights), begins(rhs_indices, matrices, stream), Output([*x.shape[:-1], n], x.dtype)]
     values += [int32(size) for size in (rows, n, k, matrices)]
     grid = [-(-n // 64), -(-rows // tile) + matrices - 1, 1]
     constants = {201: n % 64 == 0, 202: k % 64 == 0}
@@ -114,58 +126,29 @@ def gather_qmm(
     return launch(*kernel, arguments, grid, [_SIMD, 2, 2], constants=constants, stream=stream)[0]
 
 
-def gather_qmm_of_matrices(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    lhs_indices: mx.array,
-    rhs_indices: mx.array,
-    group_size: int = 64,
-    bits: int = 4,
-    *,
-    stream: Stream = None,
-) -> mx.array:
-    """``mx.gather_qmm`` of many rows a matrix, from `mlx_matrix_units.fewest_rows_of_qmm` on.
-
-    Args:
-        x: Rows [B, M, K].
-        w: Packed weights [E, N, K].
-        scales: Of each group of weights.
-        biases: Of each group of weights.
-        lhs_indices: The rows of each product.
-        rhs_indices: The weights of each product.
-        group_size: Weights that share a scale.
-        bits: Of a weight.
-        stream: Where to run.
-    """
-    (m, k), n = x.shape[-2:], w.shape[1]
-    products = rhs_indices.size
-    template = (TYPES[x.dtype], group_size, bits, n % 64 == 0, 64, 64, 64, 2, 2)
-    kernel = instance("quantized_nax", "affine_gather_qmm_t_nax", *template)
-    values: list[Any] = [w, scales, biases, x, lhs_indices, rhs_indices]
-    values += [Output([products, m, n], x.dtype), int32(k), int32(n), int32(m)]
-    values += [int32(1), _ints(x.shape), _longs(x.shape), int32(1), _ints(w.shape)]
-    values += [_longs(a.shape) for a in (w, scales, biases)]
-    values += [int32(1), int32(products), int64(1), int64(1)]
-    groups = [-(-n // 64), -(-m // 64), products]
-    return launch(*kernel, dict(enumerate(values)), groups, [_SIMD, 2, 2], stream=stream)[0]
+def takes_segments(dtype: mx.Dtype, stream: Stream = None) -> bool:
+    """Whether MLX's product over segments is on matrix units."""
+    return mlx_matrix_units.are_used(dtype, stream)
 
 
 def segmented_mm(a: mx.array, b: mx.array, segments: mx.array, *, stream: Stream = None) -> mx.array:
-    """``mx.segmented_mm``: a [M, K] and b [K, N], which lie row by row, over segments [S, 2] of K."""
-    m, k, n = *a.shape, b.shape[1]
+    """``mx.segmented_mm``: a [M, K] and b [K, N], which may be transposed views, over segments [S, 2] of K."""
+    mx.eval(a, b)
+    (m, k), n = a.shape, b.shape[1]
+    turned = [_ext.strides(operand)[1] != 1 for operand in (a, b)]
+    rows_of_operands = [_ext.strides(operand)[int(lies)] for operand, lies in zip((a, b), turned)]
     count = segments.size // 2
     each = k // count
     step = 256 if each >= 256 else 128 if each >= 128 else 64
-    template = (TYPES[a.dtype], 64, 64, step, 2, 2, False, False)
+    template = (TYPES[a.dtype], 64, 64, step, 2, 2, *turned)
     kernel = instance("segmented_nax", "segmented_mm_nax", *template)
     columns, rows = -(-n // 64), -(-m // 64)
-    params = struct.pack("=8i3q3i4x", m, n, k, k, n, n, columns, rows, 0, 0, m * n, 0, 0, 0)
+    params = struct.pack("=8i3q3i4x", m, n, k, *rows_of_operands, n, columns, rows, 0, 0, m * n, 0, 0, 0)
     arguments: dict[int, Any] = {**dict(enumerate((a, b, segments))), 3: Output([count, m, n], a.dtype), 4: params}
     constants = {199: True, 200: m % 64 == 0, 201: n % 64 == 0}
     grid = [count, columns, rows] if step == 64 else [columns, rows, count]
-    return launch(*kernel, arguments, grid, [_SIMD, 2, 2], constants=constants, stream=stream)[0]
+    threads = [_SIMD, 2, 2]
+    return launch(*kernel, arguments, grid, threads, constants=constants, ensure_row_contiguous=False, stream=stream)[0]
 
 
 def _need_rows(x: mx.array, indices: mx.array, name: str) -> None:
@@ -173,17 +156,7 @@ def _need_rows(x: mx.array, indices: mx.array, name: str) -> None:
         raise ValueError(f"[peer.{name}] x has shape {tuple(x.shape)}: expected [..., 1, K], a row of each index")
 
 
-def _begins(indices: mx.array, matrices: int, stream: Stream) -> mx.array:
+def begins(indices: mx.array, matrices: int, stream: Stream) -> mx.array:
     """The first row of each matrix."""
     every = mx.arange(matrices, dtype=mx.uint32)[:, None]
     return mx.sum(indices.reshape(1, -1) < every, axis=1, stream=stream).astype(mx.int32)
-
-
-def _ints(values: Sequence[int]) -> bytes:
-    return struct.pack(f"={len(values)}i", *values)
-
-
-def _longs(shape: Sequence[int]) -> bytes:
-    """Strides of a shape of three axes that lies in memory row by row."""
-    _, rows, columns = shape
-    return struct.pack("=3q", rows * columns, columns, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,8 +26,9 @@ from ..frontend import CompileError
 from ..simulator import user_sources
 from ..simulator.profile import Launch, profiled
 from ..table import aligned, html
-from . import matrix_units, mlx_graph, mlx_launches
+from . import matrix_units, mlx_graph, mlx_launches, mlx_tiles
 from .block_counts import Executions, counts_of, executions, simdgroups
+from .mlx_tiles import Call
 
 # A prediction whose counts are missed by more says so; in tables a mark does.
 MISMATCH = 0.1
@@ -195,6 +196,7 @@ class EstimatedLaunch:
         name: The operation, such as ``mx.fast.rms_norm`` or ``Add``.
         work: The work of the launch.
         chip: The chip.
+        source: Where the work comes from.
 
     Example:
         >>> with mm.simulator.predicted("m2-max", peer="metal") as launches:
@@ -206,6 +208,7 @@ class EstimatedLaunch:
     name: str
     work: Work
     chip: Chip
+    source: str = "estimated from bytes"
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -221,10 +224,8 @@ class EstimatedLaunch:
 
     def __str__(self) -> str:
         time = f"{self.prediction.microseconds:.1f} us on {self.chip.name}, limited by {self.prediction.limit}"
-        return f"{self.name}: {time}; {ESTIMATED}"
+        return f"{self.name}: {time}; {self.source}"
 
-
-ESTIMATED = "estimated from bytes"
 
 L = TypeVar("L", bound="PredictedLaunch | EstimatedLaunch")
 
@@ -319,7 +320,7 @@ _WIDEST = 34  # name of a kernel in the table
 def _origin(launch: PredictedLaunch | EstimatedLaunch) -> str:
     """Who a launch is of: MLX, this package, or a user's kernel, by the name that the user gave it."""
     if isinstance(launch, EstimatedLaunch):
-        return f"MLX, {ESTIMATED}"
+        return f"MLX, {launch.source}"
     file = launch.launch.file
     if file.startswith("mlx/"):
         return "MLX"
@@ -425,18 +426,22 @@ def _add_launches_of_mx(launches: PredictedLaunches[Any], recorder: mlx_graph.Re
                 launches += estimate(planned)
             else:
                 if planned.key not in done:
-                    done[planned.key] = [*_simulated(planned.call, launches.chip)] or [*estimate(planned.instead)]
+                    done[planned.key] = _simulated(planned.call, launches.chip) or [*estimate(planned.instead)]
                 launches += done[planned.key]
 
 
-def _simulated(call: Callable[[], mx.array], chip: Chip) -> list[PredictedLaunch]:
+def _simulated(call: Call, chip: Chip) -> list[PredictedLaunch | EstimatedLaunch]:
     """The launches of a call of MLX's kernels; none where one does not compile, has a fault or takes no such shape."""
     with contextlib.suppress(_ext.SimulatorFault, CompileError, ValueError, RuntimeError):
         with profiled() as recorded:
-            mx.eval(call())
+            mx.eval(call.make())
         found = predict_launches(recorded, chip)
-        if all(launch.work is not None for launch in found):
-            return found
+        works = [launch.work for launch in found if launch.work is not None]
+        if len(works) == len(found) and call.tiles:
+            pairs = zip(found, call.tiles.whole(works))
+            return [EstimatedLaunch(each.launch.kernel, work, chip, mlx_tiles.SOURCE) for each, work in pairs]
+        if len(works) == len(found):
+            return [*found]
     return []
 
 

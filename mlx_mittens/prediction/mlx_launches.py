@@ -7,16 +7,18 @@ kernel header in the wheel are estimated: each is one launch, or as many as MLX 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from ..apple import estimates
 from ..apple.model import Instructions, Work
-from . import mlx_unit_launches
+from . import mlx_quantized_launches, mlx_unit_launches
 from .drawn import KERNEL_TYPES, drawn
 from .mlx_graph import ANOTHER_OUTPUT, Array, Operation
+from .mlx_tiles import Call
 
 # Operations that only say how memory is read.
 _VIEWS = {
@@ -68,16 +70,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Peer:
-    """A call of MLX's own kernels on drawn inputs.
+    """An operation that MLX's own kernels compute.
 
     Attributes:
         key: Distinguishes it from others.
-        call: Makes the inputs and gives the outputs, still to be computed.
+        call: The kernels, and which part of the work they are.
         instead: Its launches where its kernels do not run in the simulator.
     """
 
     key: tuple[object, ...]
-    call: Callable[[], mx.array]
+    call: Call
     instead: tuple[Estimate, ...]
 
 
@@ -99,7 +101,7 @@ def plan(operation: Operation, graph: Sequence[Operation]) -> Peer | tuple[Estim
     if estimated is None or call is None:
         return estimated
     inputs = tuple((a.shape, a.dtype) for a in operation.inputs)
-    turned = mlx_unit_launches.turned(operation, graph) if name in _PRODUCTS else ()
+    turned = mlx_unit_launches.turned(operation, graph) if name in (*_PRODUCTS, "GatherMM", "SegmentedMM") else ()
     return Peer((name, operation.details, operation.options, inputs, turned), call, estimated)
 
 
@@ -121,6 +123,10 @@ def _estimated(operation: Operation, graph: Sequence[Operation]) -> tuple[Estima
         return tuple(Estimate(name, work) for work in _product(operation, graph))
     if name in ("ScaledDotProductAttention", "mx.fast.scaled_dot_product_attention"):
         return _attention(operation, nbytes)
+    if name == "SegmentedMM":
+        m, k, n, count = *operation.inputs[0].shape[-2:], output.shape[-1], max(1, operation.inputs[2].size // 2)
+        work = estimates.matrix_product(count, m, n, k // count, output.dtype, output.itemsize)
+        return (Estimate(name, work),)
     return _others(operation, graph, nbytes, output)
 
 
@@ -284,80 +290,32 @@ def _only_splits(operation: Operation) -> bool:
     return not after
 
 
-def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
+def _peer(operation: Operation, graph: Sequence[Operation]) -> Call | None:
     """A call of MLX's kernels with the operation's shapes, where one is known."""
     from ..peer import mlx_metal
 
     name, inputs = operation.name, operation.inputs
     if name == "Softmax" and inputs[0].shape and inputs[0].dtype in KERNEL_TYPES:
         (precise,) = operation.details
-        return lambda: mlx_metal.softmax(drawn(inputs[0]), precise=precise, stream=_CPU)
+        return Call(lambda: mlx_metal.softmax(drawn(inputs[0]), precise=precise, stream=_CPU))
     if name == "QuantizedMatmul":
-        group_size, bits, affine, transposed = operation.details
-        if not affine or not transposed or len(inputs) != 4 or len(inputs[1].shape) != 2:
-            return None
-        if inputs[0].dtype not in KERNEL_TYPES or inputs[0].dtype != inputs[2].dtype:
-            return None
-        x = _that_runs(inputs[0], inputs[1].shape[0], group_size)
-        return lambda: mlx_metal.quantized_matmul(
-            *(drawn(x), drawn(inputs[1]), drawn(inputs[2]), drawn(inputs[3])),
-            group_size=group_size,
-            bits=bits,
-            stream=_CPU,
-        )
+        return mlx_quantized_launches.product(operation)
     if name == "GatherQMM":
-        return mlx_unit_launches.sorted_qmm(operation) or _gather_qmv(operation)
+        return mlx_quantized_launches.gathered(operation)
     if name == "GatherMM":
-        return mlx_unit_launches.sorted_mm(operation, graph)
+        return mlx_unit_launches.gathered(operation, graph)
+    if name == "SegmentedMM":
+        return mlx_unit_launches.segmented(operation, graph)
     if name in _PRODUCTS:
-        return (name == "Matmul" and _gemv(operation, graph)) or mlx_unit_launches.unit_product(operation, graph)
+        of_one_row = _gemv(operation, graph) if name == "Matmul" else None
+        of_rows = of_one_row or mlx_unit_launches.few_rows(operation, graph)
+        return of_rows or mlx_unit_launches.unit_product(operation, graph)
     if name == "mx.fast.scaled_dot_product_attention":
         return _sdpa(operation)
     return None
 
 
-def _that_runs(x: Array, outputs: int, group_size: int) -> Array:
-    """Rows of a quantized product; on matrix units of whole tiles, where the simulator would fault the last."""
-    from ..peer import mlx_matrix_units
-
-    rows = math.prod(x.shape[:-1])
-    shape = rows, x.shape[-1], outputs
-    if not mlx_matrix_units.takes_product(getattr(mx, x.dtype), shape, group_size, _CPU):
-        return x
-    whole = mlx_matrix_units.rows_that_run(rows)
-    return x if whole == rows else Array((whole, x.shape[-1]), x.dtype, x.itemsize)
-
-
-def _gather_qmv(operation: Operation) -> Callable[[], mx.array] | None:
-    """Single rows with chosen experts, which are drawn as different ones."""
-    from ..peer import mlx_metal
-
-    group_size, bits, mode, transposed, _ = operation.details
-    x, w, scales, *rest = operation.inputs
-    *biases, lhs, rhs = rest
-    if not transposed or mode not in ("affine", "mxfp4") or x.dtype not in KERNEL_TYPES or len(w.shape) != 3:
-        return None
-    if x.shape[-2] != 1 or len(biases) != (mode == "affine") or lhs.size != rhs.size:
-        return None
-    if mode == "affine" and scales.dtype != x.dtype:
-        return None
-
-    def call() -> mx.array:
-        chosen = mx.arange(rhs.size, dtype=mx.uint32)
-        rows = x.size // x.shape[-1]
-        return mlx_metal.gather_qmv(
-            *(drawn(x), drawn(w), drawn(scales), drawn(biases[0]) if biases else None),
-            *(chosen * rows // rhs.size, chosen % w.shape[0]),
-            group_size=group_size,
-            bits=bits,
-            mode=mode,
-            stream=_CPU,
-        )
-
-    return call
-
-
-def _gemv(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
+def _gemv(operation: Operation, graph: Sequence[Operation]) -> Call | None:
     from ..peer import mlx_metal
 
     x, matrix = operation.inputs
@@ -365,10 +323,10 @@ def _gemv(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
     if len(matrix.shape) != 2 or x.size != x.shape[-1] or x.dtype not in KERNEL_TYPES or x.dtype != matrix.dtype:
         return None
     w = Array(matrix.shape[::-1] if turned else matrix.shape, matrix.dtype, matrix.itemsize)
-    return lambda: mlx_metal.gemv(drawn(w), drawn(x), transpose=turned, stream=_CPU)
+    return Call(lambda: mlx_metal.gemv(drawn(w), drawn(x), transpose=turned, stream=_CPU))
 
 
-def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
+def _sdpa(operation: Operation) -> Call | None:
     from ..peer import mlx_metal
 
     q, k, v = (operation.argument(each) for each in ("q", "k", "v"))
@@ -382,6 +340,5 @@ def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
     if not mlx_metal.has_attention_kernel(q.shape, k.shape, getattr(mx, q.dtype), mask == "causal", _CPU):
         return None
     scale, way = float(options["scale"]), None if mask == "None" else mask
-    return lambda: mlx_metal.scaled_dot_product_attention(
-        drawn(q), drawn(k), drawn(v), scale=scale, mask=way, stream=_CPU
-    )
+    options_of_call: dict[str, Any] = {"scale": scale, "mask": way, "stream": _CPU}
+    return Call(lambda: mlx_metal.scaled_dot_product_attention(drawn(q), drawn(k), drawn(v), **options_of_call))

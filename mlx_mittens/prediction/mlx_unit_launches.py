@@ -1,19 +1,18 @@
-"""MLX's dense products and products of sorted experts on matrix units, as calls that predictions simulate."""
+"""MLX's dense products of rows, of chosen matrices and of segments, as calls that predictions simulate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from .drawn import KERNEL_TYPES, drawn
 from .mlx_graph import Array, Operation
+from .mlx_tiles import MOST_SIMULATED, Call, Tiles
 
 _CPU = mx.Device(mx.cpu)
-# Multiplications of a product that is simulated; a larger one's work is estimated.
-_MOST_SIMULATED = 2**27
 
 
 def sizes_of_product(operation: Operation) -> tuple[int, int, int, int]:
@@ -41,13 +40,13 @@ def _is_transposed(array: Array, graph: Sequence[Operation]) -> bool:
     return maker.name == "Transpose" and maker.details == (*range(axes - 2), axes - 1, axes - 2)
 
 
-def unit_product(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
+def unit_product(operation: Operation, graph: Sequence[Operation]) -> Call | None:
     """A dense product on matrix units, of whole tiles where the simulator would fault the last."""
     from ..peer import mlx_unit_products
 
     a, b, *added = operation.inputs
     batch, m, n, k = sizes_of_product(operation)
-    if a.dtype not in KERNEL_TYPES or a.dtype != b.dtype or batch * m * n * k > _MOST_SIMULATED:
+    if a.dtype not in KERNEL_TYPES or a.dtype != b.dtype or batch * m * n * k > MOST_SIMULATED:
         return None
     dtype, lie_turned = getattr(mx, a.dtype), turned(operation, graph)
     options: dict[str, Any] = {"turned": lie_turned, "stream": _CPU}
@@ -65,7 +64,7 @@ def unit_product(operation: Operation, graph: Sequence[Operation]) -> Callable[[
         left, right = matrix(rows, k, lie_turned[0], batch), matrix(k, columns, lie_turned[1], batch)
         return mlx_unit_products.matmul(left, right, bias, stream=_CPU)
 
-    return call
+    return Call(call)
 
 
 def _unbroadcast(array: Array, graph: Sequence[Operation]) -> Array:
@@ -74,54 +73,120 @@ def _unbroadcast(array: Array, graph: Sequence[Operation]) -> Array:
     return array
 
 
-def sorted_qmm(operation: Operation) -> Callable[[], mx.array] | None:
-    """Single rows that are sorted by their experts, on matrix units; the experts get alike numbers of rows."""
-    from ..peer import mlx_unit_gathers
+def few_rows(operation: Operation, graph: Sequence[Operation]) -> Call | None:
+    """A product of some rows that MLX multiplies as vectors, by a transposed matrix that it reads once for five."""
+    from ..peer import mlx_gathers
 
-    group_size, bits, mode, transposed, is_sorted = operation.details
-    x, weights, of_groups = operation.inputs[:3]
-    rows, columns = x.size // x.shape[-1], x.shape[-1]
-    if not is_sorted or mode != "affine" or x.shape[-2] != 1 or len(weights.shape) != 3 or of_groups.dtype != x.dtype:
+    a, b, *added = operation.inputs
+    batch, m, n, k = sizes_of_product(operation)
+    if batch > 1 or a.dtype != b.dtype or a.dtype not in KERNEL_TYPES or turned(operation, graph) != (False, True):
         return None
-    products = operation.outputs[0].size * columns
-    if x.dtype not in KERNEL_TYPES or operation.inputs[-1].size != rows or products > _MOST_SIMULATED:
+    if not mlx_gathers.is_wide(m, n, k, getattr(mx, a.dtype), _CPU) or len(b.shape) != 2:
         return None
-    if not mlx_unit_gathers.takes_sorted_qmm(getattr(mx, x.dtype), rows, weights.shape[0], _CPU):
+    if any(_unbroadcast(c, graph).size != n for c in added):
         return None
-    rhs = mlx_unit_gathers.indices_that_run(
-        rows, weights.shape[0], mlx_unit_gathers.tile_of_qmm(rows, weights.shape[0])
-    )
+    # Each threadgroup has four rows of the matrix.
+    some = n if m * n * k <= MOST_SIMULATED else max(4, MOST_SIMULATED // (m * k) // 4 * 4)
+    nbytes = (m * k + n * k + m * n) * a.itemsize
+    tiles = Tiles(n / some, (nbytes,)) if some < n else None
 
     def call() -> mx.array:
-        taken = drawn(Array((rhs.size, 1, columns), x.dtype, x.itemsize))
-        w, scales, biases = (drawn(a) for a in operation.inputs[1:4])
-        options: dict[str, Any] = {"transpose": transposed, "group_size": group_size, "bits": bits}
-        return mlx_unit_gathers.gather_qmm(taken, w, scales, biases, rhs, **options, stream=_CPU)
+        x, w = (drawn(Array((rows, k), a.dtype, a.itemsize)) for rows in (m, some))
+        bias = drawn(Array((some,), a.dtype, a.itemsize)) if added else None
+        return mlx_gathers.gemv_wide(x, w, bias, of_outputs=n, stream=_CPU)
 
-    return call
+    return Call(call, tiles)
 
 
-def sorted_mm(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
-    """The same of dense experts."""
-    from ..peer import mlx_unit_gathers
+def gathered(operation: Operation, graph: Sequence[Operation]) -> Call | None:
+    """Rows with chosen matrices: sorted single ones, which are large products, or few rows each."""
+    from ..peer import mlx_gathers
+
+    x, w, lhs, rhs = operation.inputs
+    (is_sorted,) = operation.details
+    k, n = x.shape[-1], w.shape[-1]
+    if len(w.shape) != 3 or x.dtype not in KERNEL_TYPES or x.dtype != w.dtype or lhs.size != rhs.size:
+        return None
+    if is_sorted and x.shape[-2] == 1:
+        return _sorted(operation, graph) if rhs.size * k == x.size else None
+    m, is_turned, dtype = x.shape[-2], _is_transposed(w, graph), getattr(mx, x.dtype)
+    if m > 1 and not (is_turned and mlx_gathers.is_wide(m, n, k, dtype, _CPU)):
+        return None
+    if m * n * k * rhs.size > MOST_SIMULATED:
+        return None
+
+    def call() -> mx.array:
+        chosen = mx.arange(rhs.size, dtype=mx.uint32)
+        indices = chosen * (x.size // (m * k)) // rhs.size, chosen % w.shape[0]
+        return mlx_gathers.gather_mm(drawn(x), _matrices(w, w.shape[0], n, is_turned), *indices, stream=_CPU)
+
+    return Call(call)
+
+
+def _matrices(w: Array, count: int, outputs: int, is_turned: bool) -> mx.array:
+    k = w.shape[1]
+    values = drawn(Array((count, *((outputs, k) if is_turned else (k, outputs))), w.dtype, w.itemsize))
+    return values.swapaxes(1, 2) if is_turned else values
+
+
+def _sorted(operation: Operation, graph: Sequence[Operation]) -> Call:
+    """All rows, or one tile of a large product; matrices get alike numbers of rows."""
+    from ..peer import mlx_gathers, mlx_unit_gathers
 
     x, w = operation.inputs[:2]
-    (is_sorted,) = operation.details
-    rows, columns = x.size // x.shape[-1], x.shape[-1]
-    if not is_sorted or x.shape[-2] != 1 or len(w.shape) != 3 or x.dtype not in KERNEL_TYPES or x.dtype != w.dtype:
-        return None
-    if operation.inputs[-1].size != rows or operation.outputs[0].size * columns > _MOST_SIMULATED:
-        return None
-    if not mlx_unit_gathers.takes_sorted_mm(getattr(mx, x.dtype), _CPU):
-        return None
-    count, outputs, is_turned = w.shape[0], w.shape[2], _is_transposed(w, graph)
-    outputs = -(-outputs // 128) * 128 if outputs % 128 >= 32 else outputs
-    rhs = mlx_unit_gathers.indices_that_run(rows, count, mlx_unit_gathers.tile_of_mm(rows, count))
+    (matrices, k, outputs), rows = w.shape, x.size // x.shape[-1]
+    is_turned = _is_transposed(w, graph)
+    on_units = mlx_unit_gathers.takes_sorted_mm(getattr(mx, x.dtype), _CPU)
+    (tile, along_rows), width = ((16, 1), 64)
+    if on_units:
+        (tile, along_rows), width = mlx_unit_gathers.tile_of_mm(rows, matrices), 128
+        outputs = -(-outputs // width) * width if outputs % width >= 32 else outputs
+    counts = mlx_unit_gathers.rows_that_run(rows, matrices, tile, along_rows)
+    tiles = None
+    if rows * k * outputs > MOST_SIMULATED:
+        moved = sum(a.nbytes for a in operation.inputs) + operation.outputs[0].nbytes
+        tiles = Tiles(sum(-(-count // tile) for count in counts) * -(-outputs // width), (moved,))
+        counts = mlx_unit_gathers.rows_that_run(min(counts[0], tile), 1, tile, along_rows)
+        outputs = width
+    rhs = mlx_unit_gathers.indices_of(counts)
 
     def call() -> mx.array:
-        shape = (count, *((outputs, columns) if is_turned else (columns, outputs)))
-        weights = drawn(Array(shape, w.dtype, w.itemsize))
-        taken = drawn(Array((rhs.size, 1, columns), x.dtype, x.itemsize))
-        return mlx_unit_gathers.gather_mm(taken, weights.swapaxes(1, 2) if is_turned else weights, rhs, stream=_CPU)
+        taken = drawn(Array((rhs.size, 1, k), x.dtype, x.itemsize))
+        chosen = _matrices(w, len(counts), outputs, is_turned)
+        lhs = mx.arange(rhs.size, dtype=mx.uint32)
+        return mlx_gathers.gather_mm(taken, chosen, lhs, rhs, sorted_indices=True, stream=_CPU)
 
-    return call
+    return Call(call, tiles)
+
+
+def segmented(operation: Operation, graph: Sequence[Operation]) -> Call | None:
+    """A product over segments of its terms on matrix units; segments are taken to be alike."""
+    from ..peer import mlx_unit_gathers
+
+    a, b, segments = operation.inputs
+    (m, k), n, count = a.shape[-2:], b.shape[-1], segments.size // 2
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.dtype not in KERNEL_TYPES or a.dtype != b.dtype:
+        return None
+    if not mlx_unit_gathers.takes_segments(getattr(mx, a.dtype), _CPU) or k < count:
+        return None
+    tiles, rows, columns = None, *(_that_runs(size) for size in (m, n))
+    if m * n * k > MOST_SIMULATED:
+        moved = a.nbytes + b.nbytes + count * m * n * a.itemsize
+        tiles = Tiles(-(-m // 64) * -(-n // 64), (moved,))
+        rows = columns = 64
+    lie_turned = turned(operation, graph)
+
+    def call() -> mx.array:
+        left, right = (
+            drawn(Array(shape[::-1] if lies else shape, a.dtype, a.itemsize)).transpose(*((1, 0) if lies else (0, 1)))
+            for shape, lies in zip(((rows, k), (k, columns)), lie_turned)
+        )
+        ends = mx.arange(count + 1, dtype=mx.uint32) * (k // count)
+        return mlx_unit_gathers.segmented_mm(left, right, mx.stack([ends[:-1], ends[1:]], axis=1), stream=_CPU)
+
+    return Call(call, tiles)
+
+
+def _that_runs(size: int) -> int:
+    """Rows or columns of tiles of 64 in two parts: whole ones where the simulator would fault the last."""
+    return -(-size // 64) * 64 if size % 64 >= 32 else size

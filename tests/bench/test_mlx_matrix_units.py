@@ -13,7 +13,8 @@ from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.cli import simulate
 from mlx_mittens.cli.main import main
 from mlx_mittens.ops.custom import Output, int32
-from mlx_mittens.peer import mlx_matrix_units, mlx_metal
+from mlx_mittens.peer import mlx_matrix_units, mlx_metal, mlx_quantized
+from mlx_mittens.peer.mlx_formats import Format
 from mlx_mittens.simulator import Fault
 
 HALF, FULL = mx.float16, mx.float32
@@ -56,7 +57,7 @@ QUANTIZED = [
 def test_quantized_products(draw, gpu, dtype, rows, shape, kernel, groups):
     weights = mx.quantize(draw(*shape, dtype=dtype), group_size=64, bits=4)
     x = draw(rows, shape[1], dtype=dtype)
-    found, ((name, threadgroups, _),) = launched(lambda: mlx_metal.quantized_matmul(x, *weights), gpu)
+    found, ((name, threadgroups, _),) = launched(lambda: mlx_quantized.quantized_matmul(x, *weights), gpu)
     assert name.startswith(kernel) and threadgroups == groups
     w = specs.widen(mx.dequantize(*weights, group_size=64, bits=4))
     assert_near(found, specs.widen(x) @ w.T, dtype, 2)
@@ -69,8 +70,8 @@ def test_rows_that_leave_a_simdgroup_of_the_last_tile_short(draw, rows, whole):
     weights = mx.quantize(draw(64, 64), group_size=64, bits=4)
 
     def call():
-        arguments = {**dict(enumerate((*weights, draw(rows, 64)))), 4: Output((rows, 64), HALF), 5: int32(64)}
-        return mlx_matrix_units.qmm(arguments | {6: int32(64)}, HALF, (rows, 64, 64), 64, 4, mx.cpu)
+        values = [*weights, draw(rows, 64), Output((rows, 64), HALF), int32(64), int32(64), int32(rows)]
+        return mlx_matrix_units.qmm(values, HALF, (rows, 64, 64), Format(), mx.cpu)
 
     if whole == rows:
         launched(call, "m5")
@@ -83,7 +84,7 @@ def test_quantized_products_that_mlx_splits(draw):
     """So few tiles it splits along K before it asks for matrix units, and computes the parts without them."""
     weights = mx.quantize(draw(64, 128), group_size=64, bits=4)
     x = draw(64, 128)
-    found, runs = launched(lambda: mlx_metal.quantized_matmul(x, *weights), "m5")
+    found, runs = launched(lambda: mlx_quantized.quantized_matmul(x, *weights), "m5")
     assert [name.split("_half")[0] for name, *_ in runs] == ["affine_qmm_t_splitk", "gemm_splitk_accum_float"]
     assert runs[0][1] == (2, 2, 2)
     w = specs.widen(mx.dequantize(*weights, group_size=64, bits=4))
@@ -92,7 +93,7 @@ def test_quantized_products_that_mlx_splits(draw):
 
 def test_quantized_products_of_columns_that_64_does_not_divide(draw):
     weights = mx.quantize(draw(16, 96), group_size=32, bits=4)
-    _, runs = launched(lambda: mlx_metal.quantized_matmul(draw(33, 96), *weights, group_size=32), "m5")
+    _, runs = launched(lambda: mlx_quantized.quantized_matmul(draw(33, 96), *weights, group_size=32), "m5")
     assert [name.startswith("affine_qmm_t") and "nax" not in name for name, *_ in runs][0]
 
 

@@ -14,7 +14,7 @@ from mlx_mittens.bench import machine, measure, timing
 from mlx_mittens.cli import bench
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import ptxas
-from mlx_mittens.peer import mlx_metal, mlx_sources
+from mlx_mittens.peer import mlx_gathers, mlx_metal, mlx_quantized, mlx_sources
 from mlx_mittens.simulator import Fault
 
 
@@ -153,10 +153,10 @@ def test_gather_qmv(draw, launches, mode, group_size, shape, fast):
     w, scales, *biases = weights
     x = draw(1, 3, 1, shape[2])
     lhs, rhs = mx.array([[0, 1, 2]], mx.uint32), mx.array([[3, 0, 3]], mx.uint32)
-    found = mlx_metal.gather_qmv(x, w, scales, biases[0] if biases else None, lhs, rhs, group_size, 4, mode)
+    found = mlx_gathers.gather_qmm(x, w, scales, biases[0] if biases else None, lhs, rhs, group_size, 4, mode)
     whole = mx.dequantize(*weights, group_size=group_size, bits=4, mode=mode)
     assert_near(found, mx.stack([x[0, i] @ whole[e].T for i, e in enumerate((3, 0, 3))])[None], SUMS)
-    again = lambda: mlx_metal.gather_qmv(x, w, scales, biases[0] if biases else None, lhs, rhs, group_size, 4, mode)
+    again = lambda: mlx_gathers.gather_qmm(x, w, scales, biases[0] if biases else None, lhs, rhs, group_size, 4, mode)
     ((kernel, *geometry),) = launches(again)
     assert geometry == [(1, -(-shape[1] // 8), 3), (32, 2, 1)] and ("_fast_" in kernel) == fast
 
@@ -210,13 +210,13 @@ def test_quantized_matmul(draw, dtype, bits, rows, shape, kernels, groups):
     x, weights, exact, size = quantized(draw, dtype, bits, rows, shape)
     # qmm multiplies weights that are rounded to x's type.
     tolerance = None if "qmv" in kernels[0] else 2 * PEER[dtype]
-    assert_near(mlx_metal.quantized_matmul(x, *weights, group_size=64, bits=bits), exact, tolerance, size)
+    assert_near(mlx_quantized.quantized_matmul(x, *weights, group_size=64, bits=bits), exact, tolerance, size)
 
 
 @pytest.mark.parametrize("rows, shape, kernels, groups", QUANTIZED, ids=str)
 def test_quantized_matmul_launches_what_mlx_launches(draw, launches, rows, shape, kernels, groups):
     x, weights, *_ = quantized(draw, mx.float16, 4, rows, shape)
-    found = launches(lambda: mlx_metal.quantized_matmul(x, *weights, group_size=64, bits=4))
+    found = launches(lambda: mlx_quantized.quantized_matmul(x, *weights, group_size=64, bits=4))
     assert [re.sub("^affine_|_(half|float)_.*", "", name) for name, *_ in found] == kernels
     assert [threadgroups for _, threadgroups, _ in found] == groups
 
@@ -225,14 +225,14 @@ def test_quantized_matmul_launches_what_mlx_launches(draw, launches, rows, shape
     "columns, outputs, rows", [(2048, 2048, 13), (4096, 512, 15), (512, 4096, 15), (4096, 4097, 13), (14336, 4096, 13)]
 )
 def test_from_how_many_rows_on_mlx_multiplies_matrices(columns, outputs, rows):
-    assert mlx_metal._fewest_rows_of_qmm(columns, outputs) == rows
+    assert mlx_quantized.fewest_rows_of_qmm(columns, outputs) == rows
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_matmul_with_a_partial_block_of_outputs(draw, bits):
     x, weights, exact, size = quantized(draw, mx.float32, bits, 1, (13, 512))
     with mm.simulator.enabled(watch=False):  # threadgroups overlap: FINDINGS has the watcher's message
-        assert_near(mlx_metal.quantized_matmul(x, *weights, group_size=64, bits=bits), exact, size=size)
+        assert_near(mlx_quantized.quantized_matmul(x, *weights, group_size=64, bits=bits), exact, size=size)
 
 
 SHARED = [
@@ -349,7 +349,7 @@ def _gemv(x, w, transpose):
 
 
 def _qmv(x, weights):
-    return mlx_metal.quantized_matmul(x, *weights), x @ mx.dequantize(*weights).T
+    return mlx_quantized.quantized_matmul(x, *weights), x @ mx.dequantize(*weights).T
 
 
 @pytest.mark.parametrize("finding", FINDINGS)
@@ -409,7 +409,7 @@ def test_assembles(family):
     "call, message",
     [
         (lambda a: mlx_metal.softmax(a, axis=0), "axis is 0"),
-        (lambda a: mlx_metal.quantized_matmul(a, a, a, a, transpose=False), "transpose is False"),
+        (lambda a: mlx_quantized.quantized_matmul(a, a, a, a, transpose=False), "transpose is False"),
         (lambda a: mlx_metal.scaled_dot_product_attention(a, a, a, scale=1, mask=a), "mask is an array"),
     ],
 )

@@ -10,7 +10,8 @@ from helpers.tolerances import PEER
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, specs
-from mlx_mittens.peer import mlx_matrix_units, mlx_metal, mlx_unit_gathers, mlx_unit_products
+from mlx_mittens.peer import mlx_gathers, mlx_matrix_units, mlx_metal, mlx_unit_gathers, mlx_unit_products
+from mlx_mittens.peer.mlx_formats import Format
 from mlx_mittens.simulator import Fault
 
 HALF, FULL = mx.float16, mx.float32
@@ -200,12 +201,12 @@ def test_launches_of_quantized_products_of_sorted_rows(draw, fields):
     _, rows, n, k, count, layout, kernel, threadgroups, threads, _ = fields
     rows, n, k, count = map(int, (rows, n, k, count))
     with mx.stream(mx.cpu), mm.simulator.enabled(gpu="m5"):
-        assert mlx_unit_gathers.takes_sorted_qmm(HALF, rows, count) == ("_rhs_nax_" in kernel)
+        assert mlx_gathers.are_sorted_by_matrices(rows, count) == ("_rhs_nax_" in kernel)
     if "_rhs_nax_" not in kernel:
         return
     weights = mx.quantize(draw(count, *((n, k) if layout == "nt" else (k, n))), group_size=64, bits=4)
     x, rhs = draw(rows, 1, k), mx.array((np.arange(rows) * count // rows).astype(np.uint32))
-    call = lambda: mlx_unit_gathers.gather_qmm(x, *weights, rhs, transpose=layout == "nt")
+    call = lambda: mlx_unit_gathers.gather_qmm(x, weights, rhs, layout == "nt", Format())
     ((name, *geometry),) = decided(call)
     tile = kernel.split("_bm_")[1].split("_")[0]
     assert name == f"affine_gather_qmm_rhs_nax_half_64_4_{tile}_64_64_2_2_{str(layout == 'nt').lower()}"
@@ -223,7 +224,7 @@ def test_dense_products_of_sorted_rows(draw, rows, turned):
     w = w if turned else mx.contiguous(w)
     rhs = mx.array(np.repeat(np.arange(len(rows)), rows).astype(np.uint32))
     found, ((name, *_),) = recorded(lambda: mlx_unit_gathers.gather_mm(x, w, rhs))
-    assert name.startswith(f"gather_mm_rhs_nax_half_{mlx_unit_gathers.tile_of_mm(sum(rows), len(rows))}_128_128")
+    assert name.startswith(f"gather_mm_rhs_nax_half_{mlx_unit_gathers.tile_of_mm(sum(rows), len(rows))[0]}_128_128")
     assert_near(found, of_matrices(x, specs.widen(w), rhs))
 
 
@@ -231,23 +232,26 @@ def test_dense_products_of_sorted_rows(draw, rows, turned):
 def test_quantized_products_of_sorted_rows(draw, rows, transpose):
     weights = mx.quantize(draw(len(rows), *((70, 128) if transpose else (128, 64))), group_size=64, bits=4)
     x, rhs = draw(sum(rows), 1, 128), mx.array(np.repeat(np.arange(len(rows)), rows).astype(np.uint32))
-    found, ((name, *_),) = recorded(lambda: mlx_unit_gathers.gather_qmm(x, *weights, rhs, transpose=transpose))
+    found, ((name, *_),) = recorded(lambda: mlx_unit_gathers.gather_qmm(x, weights, rhs, transpose, Format()))
     assert name.startswith(f"affine_gather_qmm_rhs_nax_half_64_4_{64 if sum(rows) >= 192 else 32}")
     wide = specs.widen(mx.dequantize(*weights, group_size=64, bits=4))
     assert_near(found, of_matrices(x, wide.swapaxes(1, 2) if transpose else wide, rhs), 2)
 
 
-def test_indices_in_whole_tiles():
-    found = np.array(mlx_unit_gathers.indices_that_run(100, 3, 32))
-    assert [np.count_nonzero(found == i) for i in range(3)] == [32, 32, 64] and (np.diff(found.astype(int)) >= 0).all()
+def test_rows_that_the_simulator_runs():
+    """The last rows are a whole tile, or less than one SIMD-group's part of it where no others are before them."""
+    of = mlx_unit_gathers.rows_that_run
+    assert of(100, 3, 32, 2) == [34, 33, 64] and of(100, 3, 16) == [34, 33, 33]
+    assert of(15, 1, 32, 2) == [15] and of(16, 1, 32, 2) == [32] and of(2, 3, 32, 2) == [1, 32, 0]
+    assert np.array(mlx_unit_gathers.indices_of([2, 0, 3])).tolist() == [0, 0, 2, 2, 2]
 
 
 def test_quantized_products_of_chosen_matrices(draw):
     weights = mx.quantize(draw(3, 64, 64), group_size=64, bits=4)
-    x, lhs, rhs = draw(2, 20, 64), mx.array([1, 0, 1, 1], mx.uint32), mx.array([2, 0, 0, 1], mx.uint32)
-    call = lambda: mlx_unit_gathers.gather_qmm_of_matrices(x, *weights, lhs, rhs)
+    x, lhs, rhs = draw(2, 65, 64), mx.array([1, 0, 1, 1], mx.uint32), mx.array([2, 0, 0, 1], mx.uint32)
+    call = lambda: mlx_gathers.gather_qmm(x, *weights, lhs, rhs)
     found, ((name, *geometry),) = recorded(call)
-    assert name.startswith("affine_gather_qmm_t_nax_half_64_4_true_64_64_64") and geometry == [(1, 1, 4), (32, 2, 2)]
+    assert name.startswith("affine_gather_qmm_t_nax_half_64_4_true_64_64_64") and geometry == [(1, 2, 4), (32, 2, 2)]
     wide = specs.widen(mx.dequantize(*weights, group_size=64, bits=4)).astype(np.float64)
     exact = specs.widen(x)[np.array(lhs)] @ wide[np.array(rhs)].swapaxes(1, 2)
     assert_near(found, exact, 2)

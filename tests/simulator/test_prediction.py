@@ -16,7 +16,7 @@ from mlx_mittens.bench import architectures
 from mlx_mittens.cli import predicted_models, predictions, simulate
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import CompileError
-from mlx_mittens.peer import mlx_metal
+from mlx_mittens.peer import mlx_metal, mlx_quantized
 from mlx_mittens.prediction import launches as prediction
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
@@ -106,7 +106,7 @@ def matrices_of_mlx(dtype):
     weights = mx.quantize(w, group_size=64, bits=4)
     q = mx.random.normal((1, 2, 64, 64)).astype(dtype)
     return (
-        lambda: mlx_metal.quantized_matmul(x, *weights, group_size=64, bits=4, stream=mx.cpu),
+        lambda: mlx_quantized.quantized_matmul(x, *weights, group_size=64, bits=4, stream=mx.cpu),
         lambda: mlx_metal.scaled_dot_product_attention(q, q, q, scale=0.1, mask="causal", stream=mx.cpu),
     )
 

@@ -1,0 +1,153 @@
+"""MLX's products with quantized weights, as calls that predictions simulate: whole, or some tiles of large ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..peer.mlx_formats import Format, Weights
+from .drawn import KERNEL_TYPES, drawn
+from .mlx_graph import Array, Operation
+from .mlx_tiles import MOST_SIMULATED, Call, Tiles
+
+_CPU = mx.Device(mx.cpu)
+
+
+def product(operation: Operation) -> Call | None:
+    """A product of rows and transposed weights."""
+    from ..peer import mlx_quantized
+
+    group_size, bits, mode, transposed = operation.details
+    x, *weights = operation.inputs
+    form = Format(group_size, bits, mode)
+    if not transposed or len(weights[0].shape) != 2 or not _is_known(x, weights, form):
+        return None
+    shape = math.prod(x.shape[:-1]), x.shape[-1], weights[0].shape[0]
+    if mlx_quantized.is_by_matrices(shape, _CPU):
+        return _by_matrices(x, weights, shape, form)
+    options: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode, "stream": _CPU}
+    return Call(lambda: mlx_quantized.quantized_matmul(drawn(x), *_drawn(weights, shape[2]), **options))
+
+
+def _is_known(x: Array, weights: Sequence[Array], form: Format) -> bool:
+    """Whether weights are those of the format, and affine ones have scales of x's type."""
+    if form.mode == "another" or len(weights) != (3 if form.is_affine else 2):
+        return False
+    return x.dtype in KERNEL_TYPES and (not form.is_affine or weights[1].dtype == x.dtype)
+
+
+def _by_matrices(x: Array, weights: Sequence[Array], shape: tuple[int, int, int], form: Format) -> Call | None:
+    """All tiles, or one of a large product; whole tiles where the simulator would fault the last."""
+    from ..peer import mlx_matrix_units, mlx_quantized
+
+    m, k, n = shape
+    on_units = mlx_matrix_units.takes_product(getattr(mx, x.dtype), shape, form.group_size, _CPU)
+    parts = mlx_matrix_units.parts_of_qmm(shape, form.group_size)
+    rows, outputs, tiles = m, n, None
+    if m * n * k > MOST_SIMULATED:
+        rows, outputs = (min(64, 32 * -(-m // 32)), 64) if on_units else (32, 32)
+        nbytes = x.nbytes + sum(a.nbytes for a in weights)
+        result, sums = m * n * x.itemsize, 4 * parts * m * n
+        moved = (nbytes + result,) if parts == 1 else (nbytes + sums, sums + result)
+        tiles = Tiles(-(-m // rows) * -(-n // outputs), moved)
+    elif on_units:
+        rows = mlx_matrix_units.rows_that_run(m)
+
+    def call() -> mx.array:
+        taken = drawn(Array((rows, k), x.dtype, x.itemsize))
+        return mlx_quantized.by_matrices(
+            taken, _drawn(weights, outputs), (rows, k, outputs), form, parts, on_units, _CPU
+        )
+
+    return Call(call, tiles)
+
+
+def _drawn(weights: Sequence[Array], outputs: int) -> Weights:
+    """Words, scales and biases of some outputs."""
+    w, scales, *biases = (drawn(Array((*a.shape[:-2], outputs, a.shape[-1]), a.dtype, a.itemsize)) for a in weights)
+    return w, scales, biases[0] if biases else None
+
+
+def gathered(operation: Operation) -> Call | None:
+    """Rows with chosen weights, which are drawn as different ones; of sorted rows all weights get alike numbers."""
+    from ..peer import mlx_gathers, mlx_quantized
+
+    group_size, bits, mode, transposed, is_sorted = operation.details
+    x, *weights, lhs, rhs = operation.inputs
+    form = Format(group_size, bits, mode)
+    if len(weights[0].shape) != 3 or lhs.size != rhs.size or not _is_known(x, weights, form):
+        return None
+    if is_sorted and x.shape[-2] == 1 and mlx_gathers.are_sorted_by_matrices(rhs.size, weights[0].shape[0]):
+        if x.size != rhs.size * x.shape[-1]:
+            return None
+        return (_sorted if transposed else _sorted_of_columns)(operation, form)
+    if not transposed:
+        return None
+    m, k, n = *x.shape[-2:], weights[0].shape[1]
+    if m * n * k * rhs.size > MOST_SIMULATED and m > 1:
+        return None
+
+    # Whole tiles of 64 where the simulator would fault the last.
+    some = m if m % 64 < 32 or not mlx_quantized.is_by_matrices((m, k, n), _CPU) else -(-m // 64) * 64
+
+    def call() -> mx.array:
+        chosen = mx.arange(rhs.size, dtype=mx.uint32)
+        rows = x.size // (m * k)
+        taken = drawn(Array((rows, some, k), x.dtype, x.itemsize))
+        w, scales, *biases = map(drawn, weights)
+        of_groups = scales, biases[0] if biases else None
+        indices = chosen * rows // rhs.size, chosen % weights[0].shape[0]
+        return mlx_gathers.gather_qmm(taken, w, *of_groups, *indices, group_size, bits, mode, stream=_CPU)
+
+    return Call(call)
+
+
+def _sorted(operation: Operation, form: Format) -> Call:
+    """All rows, or one tile of a large product."""
+    from ..peer import mlx_gathers, mlx_matrix_units, mlx_unit_gathers
+
+    x, *weights, _, _ = operation.inputs
+    matrices, outputs, k = *weights[0].shape[:2], x.shape[-1]
+    rows = x.size // k
+    on_units = mlx_matrix_units.are_used(getattr(mx, x.dtype), _CPU)
+    tile, width = (mlx_unit_gathers.tile_of_qmm(rows, matrices), 64) if on_units else (16, 32)
+    counts = mlx_unit_gathers.rows_that_run(rows, matrices, tile, 2 if on_units else 1)
+    tiles = None
+    if rows * k * outputs > MOST_SIMULATED:
+        moved = sum(a.nbytes for a in operation.inputs) + operation.outputs[0].nbytes
+        tiles = Tiles(sum(-(-count // tile) for count in counts) * -(-outputs // width), (moved,))
+        counts = mlx_unit_gathers.rows_that_run(min(counts[0], tile), 1, tile, 2 if on_units else 1)
+        outputs = width
+    rhs = mlx_unit_gathers.indices_of(counts)
+
+    def call() -> mx.array:
+        taken = drawn(Array((rhs.size, 1, k), x.dtype, x.itemsize))
+        of_matrices = [Array((len(counts), *a.shape[1:]), a.dtype, a.itemsize) for a in weights]
+        return mlx_gathers.sorted_qmm(taken, _drawn(of_matrices, outputs), rhs, form, tile, stream=_CPU)
+
+    return Call(call, tiles)
+
+
+def _sorted_of_columns(operation: Operation, form: Format) -> Call | None:
+    """The same of weights [E, K, N] on matrix units, where the product is not large."""
+    from ..peer import mlx_matrix_units, mlx_unit_gathers
+
+    x, *weights, _, _ = operation.inputs
+    k = x.shape[-1]
+    rows, matrices = x.size // k, weights[0].shape[0]
+    is_large = operation.outputs[0].size * k > MOST_SIMULATED
+    if is_large or not mlx_matrix_units.are_used(getattr(mx, x.dtype), _CPU):
+        return None
+    tile = mlx_unit_gathers.tile_of_qmm(rows, matrices)
+    rhs = mlx_unit_gathers.indices_of(mlx_unit_gathers.rows_that_run(rows, matrices, tile, 2))
+
+    def call() -> mx.array:
+        taken = drawn(Array((rhs.size, 1, k), x.dtype, x.itemsize))
+        w, scales, *biases = map(drawn, weights)
+        triple = w, scales, biases[0] if biases else None
+        return mlx_unit_gathers.gather_qmm(taken, triple, rhs, False, form, tile, stream=_CPU)
+
+    return Call(call)
