@@ -36,7 +36,10 @@ _COLUMNS = (
     Column("MLX by", 4),
 )
 _ESTIMATED = "~"
-_SAYS_ESTIMATED = f"{_ESTIMATED} launches of mx whose kernels MLX's wheel lacks are estimated from their bytes."
+_SAYS_ESTIMATED = (
+    f"{_ESTIMATED} launches of mx whose kernels MLX's wheel lacks are estimated from their bytes, "
+    "and large products from one of their tiles."
+)
 _REFUSED = ("device", "peer", "resume")
 
 
@@ -46,7 +49,7 @@ class Row:
 
     Attributes:
         marks: `MARK` where counts of our launches are missed.
-        mlx_marks: The same of MLX's, and `_ESTIMATED` where launches are estimated from their bytes.
+        mlx_marks: The same of MLX's, and `_ESTIMATED` where launches are estimated.
     """
 
     op: str
