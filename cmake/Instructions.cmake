@@ -95,7 +95,7 @@ function(mittens_add_instruction_sets target folder)
     target_compile_options(${target}_${set} PRIVATE ${flags} ${flags_${set}})
     if(sources_of_set STREQUAL sources)
       # The vectors and their instructions, which take longer than most sources. Few sources are sooner done without.
-      target_precompile_headers(${target}_${set} PRIVATE <limits> <type_traits> <utility> <cpu/isa/rows.h>)
+      target_precompile_headers(${target}_${set} PRIVATE <limits> <type_traits> <utility> <cpu/isa/row_op.h>)
     endif()
     target_link_libraries(${target} PRIVATE ${target}_${set})
   endforeach()

@@ -108,7 +108,7 @@ _PLACES = (
         ("nvidia/gemv_short.metal",),
     ),
     Place(
-        ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan_affine.cpp", "plan_columns.cpp"),
+        ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan_quantized.cpp", "plan_columns.cpp"),
         ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "apple/qvm_tiles.metal", "splitk_reduce.metal",
          "apple/m5/int8_rows.metal", "apple/m5/qmm_int8.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
@@ -131,7 +131,7 @@ _PLACES = (
         ("quantized_embedding.metal",), ("quantized_embedding.cpp",), ("test_quantized_embedding.py",),
     ),
     Place(
-        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan_affine.cpp",),
+        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan_quantized.cpp",),
         ("quantized_swiglu.metal", "apple/swiglu_tiles.metal"),
         ("quantized_matmul.cpp", "affine_products.cpp", "small_float_products.cpp", "integer_matmul.cpp",
          "integer_panel_matmul.cpp", "packed_rows.cpp", "tiles.cpp"), ("test_quantized_swiglu.py",),

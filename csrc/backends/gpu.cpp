@@ -1,3 +1,4 @@
+// Gives a launch to Metal on a Mac, and elsewhere to CUDA.
 #include <stdexcept>
 #include <string>
 #include <string_view>

@@ -1,3 +1,4 @@
+// Opens a compiled kernel library, once for each path.
 #include <dlfcn.h>
 #ifdef __linux__
 #include <link.h>

@@ -10,7 +10,7 @@
 #include "simulator/arena.h"
 #include "simulator/fiber.h"
 #include "simulator/simulator.h"
-#include "simulator/watcher.h"
+#include "simulator/memory_watcher.h"
 
 namespace mittens::simulator {
 
@@ -112,7 +112,7 @@ class Simulation final : public Watched {
     return name_of(*running_);
   }
 
-  Watcher watcher;
+  MemoryWatcher watcher;
 
  private:
   struct ThreadgroupArray {

@@ -5,8 +5,8 @@
 // Transposed, K and V are left operands in the order of memory, and P is a right operand without a shuffle. A lane
 // holds the same two neighbouring rows of queries throughout.
 //
-// The rows that share keys are the heads of a group times the queries. In decoding (Share::keys) the simdgroups of a
-// threadgroup have the same 8 rows and share out their keys; in prompts (Share::rows) each has rows of its own.
+// The rows that share keys are the heads of a group times the queries. In decoding (Phase::decode) the simdgroups of a
+// threadgroup have the same 8 rows and share out their keys; in prompts (Phase::prompt) each has rows of its own.
 #pragma once
 
 #include "attention/mask.h"
@@ -17,42 +17,42 @@
 
 namespace mittens {
 
-enum class Share { keys, rows };
+enum class Phase { decode, prompt };
 
 // How many simdgroups a threadgroup has, for heads of this width.
-template <Share share>
+template <Phase phase>
 constexpr int attention_simdgroups(int width) {
-  return share == Share::keys ? kDecodeSimdgroups : attention_prompt_simdgroups(width);
+  return phase == Phase::decode ? kDecodeSimdgroups : attention_prompt_simdgroups(width);
 }
 
 // Sizes that a kernel is compiled for. Keys have D elements, values DV.
-template <typename Type, int D, int DV, Share shared>
+template <typename Type, int D, int DV, Phase served>
 struct AttentionShape {
   using T = Type;
   using Operand = typename OperandOf<T>::type;
-  static constant constexpr Share share = shared;
-  static constant constexpr int simdgroups = attention_simdgroups<share>(D);
+  static constant constexpr Phase phase = served;
+  static constant constexpr int simdgroups = attention_simdgroups<phase>(D);
   static constant constexpr int slices = attention_value_slices(DV);
   static constant constexpr int columns = DV / slices;  // of the values
   static constant constexpr int width = D;
   // Decoding on an Apple GPU takes one block of keys at a time: fewer registers let a core hold more threads.
   static constant constexpr int key_blocks =
-      share == Share::keys && !is_nvidia ? 1 : attention_key_blocks(DV, is_same_v<T, half>);
+      phase == Phase::decode && !is_nvidia ? 1 : attention_key_blocks(DV, is_same_v<T, half>);
   // How many right operands one load fetches: several in prompts on Apple GPUs, unless heads are too wide.
   static constant constexpr int at_once =
-      share == Share::keys || is_nvidia || D > 128 ? 1 : run_size(D / 8, 1, 16 / sizeof(vec<Operand, 2>));
+      phase == Phase::decode || is_nvidia || D > 128 ? 1 : run_size(D / 8, 1, 16 / sizeof(vec<Operand, 2>));
   // Threadgroup memory, in float4. It holds the queries as right operands; in prompts each simdgroup has its own. In
   // decoding it holds the sums that simdgroups merge, once all keys are read.
   static constant constexpr int queries = D * kQueryRows * sizeof(Operand) / 16;
-  static constant constexpr int all_queries = share == Share::rows ? simdgroups * queries : queries;
-  static constant constexpr int sums = share == Share::rows ? 0 : (columns / 8 + 2) * 32 / 2;
+  static constant constexpr int all_queries = phase == Phase::prompt ? simdgroups * queries : queries;
+  static constant constexpr int sums = phase == Phase::prompt ? 0 : (columns / 8 + 2) * 32 / 2;
   static constant constexpr int scratch = all_queries > sums ? all_queries : sums;
 };
 
 template <typename Shape>
 inline AttentionPlace place_of(
     uint3 group, uint lane, uint simdgroup, uint simdgroups, constant AttentionParams& params) {
-  const uint block = Shape::share == Share::keys ? group.x : group.x * simdgroups + simdgroup;
+  const uint block = Shape::phase == Phase::decode ? group.x : group.x * simdgroups + simdgroup;
   return AttentionPlace{
       group.z / params.key_heads,
       group.z % params.key_heads,
@@ -188,7 +188,7 @@ inline void attention(
   using Operand = typename Shape::Operand;
   constexpr int C = Shape::key_blocks;
   constexpr int N = Shape::columns / 8;
-  constexpr bool shares_keys = Shape::share == Share::keys;
+  constexpr bool shares_keys = Shape::phase == Phase::decode;
   if (!shares_keys && place.first >= place.rows) {
     return;
   }

@@ -8,14 +8,14 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T, int bits, int D, int DV, Share share>
-[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_packed(
+template <typename T, int bits, int D, int DV, Phase phase>
+[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<phase>(D))]] void attention_packed(
     packed_attention_inputs,
     device T* y [[buffer(9)]],               // [batch, heads, queries, DV], or float partial results
     device float* logsumexp [[buffer(10)]],  // [batch, heads, queries]
     constant AttentionParams& params [[buffer(11)]], lane_of_simdgroup,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  using Shape = AttentionShape<T, D, DV, share>;
+  using Shape = AttentionShape<T, D, DV, phase>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];
   const AttentionPlace place = place_of<Shape>(group, lane, simdgroup, simdgroups, params);

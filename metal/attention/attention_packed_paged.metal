@@ -29,8 +29,8 @@ inline Affine<T, bits, E> rows_in(TableBlock block, PoolRows<Affine<T, bits, E>,
 
 }  // namespace mittens
 
-template <typename T, int bits, int D, int DV, Share share>
-[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_packed_paged(
+template <typename T, int bits, int D, int DV, Phase phase>
+[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<phase>(D))]] void attention_packed_paged(
     packed_attention_inputs,                  // keys and values [blocks, key_heads, keys of a block, ..]
     const device int* lengths [[buffer(9)]],  // [batch]
     const device int* table [[buffer(10)]],   // [batch, entries]
@@ -38,7 +38,7 @@ template <typename T, int bits, int D, int DV, Share share>
     device float* logsumexp [[buffer(12)]],   // [batch, heads, queries]
     constant PagedAttentionParams& params [[buffer(13)]], lane_of_simdgroup,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  using Shape = AttentionShape<T, D, DV, share>;
+  using Shape = AttentionShape<T, D, DV, phase>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];
   constant AttentionParams& common = params.attention;

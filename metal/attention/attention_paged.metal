@@ -26,8 +26,8 @@ inline Dense<T, E> rows_in(TableBlock block, PoolRows<Dense<T, E>, uint> pool) {
 
 }  // namespace mittens
 
-template <typename T, int D, int DV, Share share>
-[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_paged(
+template <typename T, int D, int DV, Phase phase>
+[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<phase>(D))]] void attention_paged(
     dense_attention_inputs,                   // keys and values [blocks, key_heads, keys of a block, ..]
     const device int* lengths [[buffer(5)]],  // [batch]
     const device int* table [[buffer(6)]],    // [batch, entries]
@@ -35,7 +35,7 @@ template <typename T, int D, int DV, Share share>
     device float* logsumexp [[buffer(8)]],    // [batch, heads, queries]
     constant PagedAttentionParams& params [[buffer(9)]], lane_of_simdgroup,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  using Shape = AttentionShape<T, D, DV, share>;
+  using Shape = AttentionShape<T, D, DV, phase>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];
   constant AttentionParams& common = params.attention;

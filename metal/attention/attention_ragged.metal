@@ -9,8 +9,8 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T, int D, int DV, Share share>
-[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_ragged(
+template <typename T, int D, int DV, Phase phase>
+[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<phase>(D))]] void attention_ragged(
     dense_attention_inputs,
     const device int* starts [[buffer(5)]],  // [batch] or [batch, queries]
     const device int* ends [[buffer(6)]],    // [batch]
@@ -18,7 +18,7 @@ template <typename T, int D, int DV, Share share>
     device float* logsumexp [[buffer(8)]],   // [batch, heads, queries]
     constant RaggedAttentionParams& params [[buffer(9)]], lane_of_simdgroup,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  using Shape = AttentionShape<T, D, DV, share>;
+  using Shape = AttentionShape<T, D, DV, phase>;
   threadgroup float4 scratch[Shape::scratch];
   threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];
   constant AttentionParams& common = params.attention;

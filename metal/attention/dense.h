@@ -45,8 +45,8 @@ inline Dense<T, dense_run<T>(Shape::columns, 8)> values_of(
 
 // Kernels of all widths of heads and types, called <name>_decode_<D>_<DV>_<dtype> and <name>_prompt_<D>_<DV>_<dtype>.
 #define instantiate_head_of(T, dtype, name, function, D, DV)                                \
-  instantiate_kernel(name "_decode_" #D "_" #DV "_" dtype, function, T, D, DV, Share::keys) \
-  instantiate_kernel(name "_prompt_" #D "_" #DV "_" dtype, function, T, D, DV, Share::rows)
+  instantiate_kernel(name "_decode_" #D "_" #DV "_" dtype, function, T, D, DV, Phase::decode) \
+  instantiate_kernel(name "_prompt_" #D "_" #DV "_" dtype, function, T, D, DV, Phase::prompt)
 #define instantiate_head(name, function, D, DV)                \
   instantiate_head_of(float, "float32", name, function, D, DV) \
   instantiate_head_of(half, "float16", name, function, D, DV)  \

@@ -58,8 +58,8 @@ inline Affine<T, bits, packed_run(bits, Shape::columns, 8)> values_of(
 
 // Kernels of all widths of heads and types, called <name>_decode_<bits>bit_<D>_<DV>_<dtype>, and prompt for decode.
 #define instantiate_head_of(T, dtype, name, function, bits, D, DV)                                             \
-  instantiate_kernel(name "_decode_" #bits "bit_" #D "_" #DV "_" dtype, function, T, bits, D, DV, Share::keys) \
-  instantiate_kernel(name "_prompt_" #bits "bit_" #D "_" #DV "_" dtype, function, T, bits, D, DV, Share::rows)
+  instantiate_kernel(name "_decode_" #bits "bit_" #D "_" #DV "_" dtype, function, T, bits, D, DV, Phase::decode) \
+  instantiate_kernel(name "_prompt_" #bits "bit_" #D "_" #DV "_" dtype, function, T, bits, D, DV, Phase::prompt)
 #define instantiate_head(name, function, D, DV)                     \
   instantiate_head_of(float, "float32", name, function, 4, D, DV)   \
   instantiate_head_of(half, "float16", name, function, 4, D, DV)    \

@@ -2,11 +2,11 @@
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
 //
-// matmul/rows.h says how: a simdgroup has kRowOutputs outputs. Simdgroups of a threadgroup's first dimension share the
-// columns; along its second they have outputs of their own.
+// matmul/row_products.h says how: a simdgroup has kRowOutputs outputs. Simdgroups of a threadgroup's first dimension
+// share the columns; along its second they have outputs of their own.
 #include <metal_stdlib>
 
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 #include "mittens/source/gguf.h"
 #include "params/matmul.h"

@@ -8,7 +8,7 @@
 // subnormal numbers for zero may round d to 0, as its half would be.)
 #include <metal_stdlib>
 
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 #include "mittens/pack.h"
 #include "mittens/source/gguf.h"

@@ -1,5 +1,5 @@
 // The schedule of products of up to 8 rows of x with rows of weights by 8x8 matrices, over the sources of
-// matmul/rows.h.
+// matmul/row_products.h.
 //
 // A simdgroup has R blocks of 8 outputs of each of N sources. A matrix of weights is 8 outputs by 8 columns, one of
 // activations 8 columns by 8 rows of x. Both are floats: on Apple GPUs their products take as long as halves', and
@@ -9,7 +9,7 @@
 // neighbours, half a run of each of its two rows of x.
 #pragma once
 
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "matmul/splitk_mma.h"
 #include "mittens/instantiate.h"
 #include "mittens/tile.h"

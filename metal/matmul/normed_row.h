@@ -7,7 +7,7 @@
 // product that reads the norm takes s * weight for its row, adds up the squares, and applies n to its sums.
 #pragma once
 
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/rms.h"
 
 namespace mittens {

@@ -2,14 +2,14 @@
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
-// in modes but affine without biases. matmul/rows.h says how: a simdgroup has kRowOutputs outputs. Simdgroups of a
-// threadgroup's first dimension share the columns; along its second they have outputs of their own. qmv_sum adds the
-// product of one row to a residual, for a norm of the sum (matmul/normed_row.h).
+// in modes but affine without biases. matmul/row_products.h says how: a simdgroup has kRowOutputs outputs. Simdgroups
+// of a threadgroup's first dimension share the columns; along its second they have outputs of their own. qmv_sum adds
+// the product of one row to a residual, for a norm of the sum (matmul/normed_row.h).
 #include <metal_stdlib>
 
 #include "matmul/normed_row.h"
 #include "matmul/quantized_rows.h"
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 
 using namespace metal;

@@ -8,7 +8,7 @@
 
 #include "matmul/normed_row.h"
 #include "matmul/quantized_rows.h"
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 
 using namespace metal;

@@ -1,4 +1,4 @@
-// Quantized weights as the sources of products by rows (matmul/rows.h).
+// Quantized weights as the sources of products by rows (matmul/row_products.h).
 #pragma once
 
 #include "matmul/batch.h"

@@ -11,7 +11,7 @@
 #include "matmul/matrices.h"
 #include "matmul/normed_row.h"
 #include "matmul/quantized_rows.h"
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 
 using namespace metal;

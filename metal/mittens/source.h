@@ -6,7 +6,7 @@
 //   Run load(row, part)          run `part` of a row, of sources of heads
 //   Operand, element(run, i)     element i of a run as products take it, of sources that need no sums of x
 //
-// matmul/rows.h lists further members of sources of quantized weights.
+// matmul/row_products.h lists further members of sources of quantized weights.
 #pragma once
 
 #include <metal_stdlib>

@@ -4,11 +4,11 @@
 //
 // over the pairs p of t. Without weights that is one pair; with weights a simdgroup has each of at most kMostSummed.
 // w = scales * q + biases for each group of k, in modes but affine without biases. NaN where an index is out of range.
-// matmul/rows.h says how; a threadgroup has outputs of one row.
+// matmul/row_products.h says how; a threadgroup has outputs of one row.
 #include <metal_stdlib>
 
 #include "matmul/quantized_rows.h"
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 #include "moe/shared_pairs.h"
 

@@ -7,7 +7,7 @@
 #include <metal_stdlib>
 
 #include "matmul/quantized_rows.h"
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 #include "moe/shared_pairs.h"
 

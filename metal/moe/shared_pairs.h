@@ -2,7 +2,7 @@
 // such pairs, one threadgroup reads the matrix. A pair gives the same whichever it shares with.
 #pragma once
 
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "moe/pairs.h"
 
 namespace mittens {
@@ -62,7 +62,7 @@ inline SharedPairs shared_pairs(const device uint* matrices, uint pairs, uint p,
   return shared;
 }
 
-// The rows of x of M shared pairs (as RowsOfX of matmul/rows.h).
+// The rows of x of M shared pairs (as RowsOfX of matmul/row_products.h).
 template <typename T, int M>
 struct RowsOfPairs {
   using Type = T;

@@ -154,7 +154,7 @@ constexpr int lane_words(int bits, int rows) {
   return bits == 4 ? (rows == 1 ? 4 : rows <= 4 ? 2 : 1) : (rows <= 4 ? 4 : 2);
 }
 
-// Products by rows (matmul/rows.h).
+// Products by rows (matmul/row_products.h).
 enum {
   kRowOutputs = 4,     // of a simdgroup, or half as many of each of two matrices
   kRunColumns = 16,    // that a lane takes at once: a sum's order does not depend on how many rows of x there are

@@ -105,9 +105,9 @@ def test_figures_of_a_cpu_outlast_a_move_of_a_header(tmp_path, monkeypatch):
     header, source = (tmp_path / "csrc" / "cpu" / name for name in ("norm/softcap.h", "isa/norm/softcap.cpp"))
     header.rename(header.parents[1] / "zzz.h")
     text = source.read_text()
-    lines = '#include "cpu/norm/softcap.h"\n\n#include "cpu/isa/rows.h"\n'
+    lines = '#include "cpu/norm/softcap.h"\n\n#include "cpu/isa/row_op.h"\n'
     assert lines in text and "p-9f" in text
-    source.write_text(text.replace(lines, '#include "cpu/isa/rows.h"\n#include "cpu/zzz.h"\n'))
+    source.write_text(text.replace(lines, '#include "cpu/isa/row_op.h"\n#include "cpu/zzz.h"\n'))
     assert digest("softcap", "cpu") == old
     source.write_text(source.read_text().replace("p-9f", "p-8f"))
     assert digest("softcap", "cpu") != old

@@ -1,3 +1,4 @@
+// The op scaled_dot_product_attention, and the checks of arguments that attention ops share.
 #include "ops/attention/attention.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The primitive of attention over dense and quantized keys: launches, native code and derivatives.
 #include <algorithm>
 #include <iterator>
 #include <utility>

@@ -1,3 +1,4 @@
+// Attention's arguments as the native code takes them.
 #include <bit>
 
 #include "ops/attention/attention.h"

@@ -16,7 +16,7 @@
 #include "ops/attention/plan.h"
 #include "ops/attention/row_keys.h"
 #include "ops/cache/paged.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/checks.h"
@@ -259,7 +259,7 @@ AttentionOutput paged_attention(const mx::array& q, const Pool& key_blocks, cons
   check_both_packed(op, key_blocks, value_blocks);
   const bool packed = is_packed(key_blocks);
   if (packed) {
-    affine_format(op, group_size, bits, true);
+    quantized_format(op, group_size, bits, true);
   }
   const mx::Shape keys = check_pool("key_blocks", key_blocks, group_size, bits);
   const mx::Shape values = check_pool("value_blocks", value_blocks, group_size, bits);

@@ -1,3 +1,4 @@
+// The op quantized_scaled_dot_product_attention.
 #include <array>
 #include <limits>
 #include <tuple>
@@ -11,7 +12,7 @@
 #include "ops/attention/plan.h"
 #include "ops/attention/row_keys.h"
 #include "ops/attention/unpack.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
@@ -86,7 +87,7 @@ AttentionCall checked(const mx::array& queries, const Triple& q_keys, const Trip
                       const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
                       std::optional<int> window, bool exact, const std::optional<mx::array>& starts,
                       const std::optional<mx::array>& ends, mx::Stream stream) {
-  affine_format(op, group_size, bits, true);
+  quantized_format(op, group_size, bits, true);
   if (queries.ndim() != 4) {
     checks::fail(op, "queries has shape ", queries.shape(), ": expected four dimensions");
   }

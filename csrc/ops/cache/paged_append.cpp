@@ -12,7 +12,7 @@
 #include "ops/cache/buffer_copies.h"
 #include "ops/cache/paged.h"
 #include "ops/cache/rope_append.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "params/cache.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -323,7 +323,7 @@ Result paged_append(const mx::array& keys, const mx::array& values, const Pool& 
   check_both_packed(op, key_blocks, value_blocks);
   const bool packed = is_packed(key_blocks);
   if (packed) {
-    affine_format(op, group_size, bits, true);
+    quantized_format(op, group_size, bits, true);
   }
   const Packing packing = packed ? Packing{group_size, bits} : Packing{};
   const Arrays key_buffers = arrays_of(key_blocks), value_buffers = arrays_of(value_blocks);

@@ -7,7 +7,7 @@
 
 #include "ops/cache/rope_append_checks.h"
 #include "ops/cache/rope_append_primitive.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "python/registry.h"
 #include "runtime/checks.h"
 #include "runtime/fallback.h"
@@ -56,7 +56,7 @@ void check_packed(const char* name, const Triple& triple, const mx::array& heads
 Result quantized_rope_append(const mx::array& heads, const Triple& keys, const Triple& values, const Rotary& rotary,
                              const Offset& offset, std::optional<int> start, int group_size, int bits,
                              mx::StreamOrDevice where) {
-  affine_format(op, group_size, bits, true);
+  quantized_format(op, group_size, bits, true);
   const Packing packing{group_size, bits};
   if (!start && std::holds_alternative<mx::array>(offset)) {
     checks::fail(op, "offset is an array and start is not given: expected where in the buffers the first token goes");

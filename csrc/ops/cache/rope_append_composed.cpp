@@ -1,3 +1,4 @@
+// rope_append and quantized_rope_append by mx operations.
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/cache/rope_append_primitive.h"

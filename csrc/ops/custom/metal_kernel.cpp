@@ -23,7 +23,7 @@
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/exporting.h"
-#include "simulator/watcher.h"
+#include "simulator/memory_watcher.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;

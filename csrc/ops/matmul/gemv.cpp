@@ -1,3 +1,4 @@
+// The ops matmul and gemv.
 #include <algorithm>
 #include <bit>
 #include <numeric>

@@ -1,3 +1,4 @@
+// The op block_matmul: products with GGUF blocks.
 #include <algorithm>
 #include <optional>
 

@@ -1,3 +1,4 @@
+// The ops block_quantize and block_dequantize: weights to GGUF blocks, and back.
 #include <algorithm>
 #include <iterator>
 #include <limits>

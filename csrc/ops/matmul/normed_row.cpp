@@ -6,7 +6,7 @@
 
 #include "mlx/ops.h"
 #include "mlx_internals/buffer_ownership.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/matmul/plan.h"
 #include "ops/matmul/quantized_matmul.h"
 #include "ops/norm/norms.h"
@@ -23,7 +23,7 @@ const Name file = "matmul/qmv.metal";
 // [outputs] of a norm -> the sum of product and residual, that times the weight in float32, and squares [blocks].
 class QuantizedMatmulSum : public KernelPrimitive, public HandsRowOn {
  public:
-  QuantizedMatmulSum(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+  QuantizedMatmulSum(mx::Stream stream, QuantizedFormat format) : KernelPrimitive(stream), format_(format) {}
 
   const char* name() const override {
     return "MittensQuantizedMatmulSum";
@@ -44,14 +44,14 @@ class QuantizedMatmulSum : public KernelPrimitive, public HandsRowOn {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    const bool as_is = is_contiguous(inputs[0]) && is_prepared_affine(inputs[1], inputs[2], inputs[3]) &&
+    const bool as_is = is_contiguous(inputs[0]) && is_prepared_triple(inputs[1], inputs[2], inputs[3]) &&
                        std::all_of(inputs.begin() + 4, inputs.end(), is_contiguous);
     return as_is ? inputs : row_contiguous(inputs, stream(), copies, 16);
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    QuantizedParams params = quantized_params(inputs[1], inputs[2], inputs[3], format_);
     params.rows = 1;
     params.columns = static_cast<uint32_t>(x.shape(-1));
     params.outputs = static_cast<uint32_t>(inputs[1].shape(0));
@@ -90,7 +90,7 @@ class QuantizedMatmulSum : public KernelPrimitive, public HandsRowOn {
     return inputs[inputs.size() - 2];
   }
 
-  AffineFormat format_;
+  QuantizedFormat format_;
 };
 
 // Gives a pending array the place of the first output of a primitive: whoever holds it sees that.

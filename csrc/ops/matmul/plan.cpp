@@ -1,3 +1,4 @@
+// Shared by the plans of products: how rows and tiles are shared out, and where mx is preferred.
 #include "ops/matmul/plan.h"
 
 #include <algorithm>
@@ -102,7 +103,7 @@ Problem product_problem(const char* op, mx::Dtype dtype, uint32_t format, const 
   return {op, dtype, format, {sizes.matrices, sizes.rows, sizes.columns, sizes.outputs}};
 }
 
-uint32_t affine_number(const AffineFormat& format) {
+uint32_t format_number(const QuantizedFormat& format) {
   return ((static_cast<uint32_t>(format.mode) * 10 + format.bits) * 1000 + format.group_size) * 2 + format.transpose;
 }
 

@@ -7,7 +7,7 @@
 
 #include "backends/launch.h"
 #include "cpu/matmul/gguf.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "runtime/array_layout.h"
 #include "runtime/calibration.h"
 #include "runtime/gpu.h"
@@ -28,7 +28,7 @@ inline constexpr uint32_t unlimited_splits = std::numeric_limits<uint32_t>::max(
 
 // The problem for calibration. format: of the weights, a number for each format that has kernels of its own.
 Problem product_problem(const char* op, mx::Dtype dtype, uint32_t format, const ProductSizes& sizes);
-uint32_t affine_number(const AffineFormat& format);
+uint32_t format_number(const QuantizedFormat& format);
 
 // Threadgroups that share the columns of x: their sums lie beside each other in a workspace, for a second kernel.
 struct Splits {
@@ -105,7 +105,7 @@ struct TilesKernels {
 };
 
 // Kernels for quantized weights. matrices: of weights that pass by one simdgroup, 2 for gate and up.
-TilesKernels affine_tiles(const AffineFormat& format, uint32_t matrices);
+TilesKernels quantized_tiles(const QuantizedFormat& format, uint32_t matrices);
 
 TilesPlan plan_tiles(const TilesKernels& kernels, const ProductSizes& sizes);
 
@@ -151,10 +151,10 @@ struct QvmPlan : Splits {
   TilesPlan by_tiles;  // qvm_tiles
 };
 
-QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const ProductSizes& sizes, uint32_t most_splits,
+QvmPlan plan_qvm(const Problem& problem, const QuantizedFormat& format, const ProductSizes& sizes, uint32_t most_splits,
                  mx::Stream stream);
 
-// Simdgroups that have outputs of their own (metal/matmul/rows.h).
+// Simdgroups that have outputs of their own (metal/matmul/row_products.h).
 struct RowsPlan {
   uint32_t rows;  // of x that a simdgroup takes
   uint32_t row_blocks;  // of `rows`
@@ -198,10 +198,10 @@ void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices);
 // --- quantized weights, [outputs, columns]
 
 // mma_row, tiles and rows are NVIDIA's.
-enum class AffineKernel { mma_row, tiles, rows, qmm_tiles, qmm, qmv };
+enum class QuantizedKernel { mma_row, tiles, rows, qmm_tiles, qmm, qmv };
 
 // Kernels of an op. matrices: of weights that pass by one simdgroup, 2 for gate and up.
-struct AffineKernels {
+struct QuantizedKernels {
   const char* op;
   uint32_t matrices;
   uint32_t most_rows;  // of x in a threadgroup of the kernel by rows for NVIDIA GPUs
@@ -210,25 +210,25 @@ struct AffineKernels {
 };
 
 // Rows of x for each matrix that kernels for a GPU are worth their time for: more are left to mx there.
-uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream);
+uint32_t most_quantized_rows(const QuantizedKernels& kernels, mx::Stream stream);
 
-struct AffinePlan : RowProductsPlan {
-  AffineKernel kernel;
+struct QuantizedPlan : RowProductsPlan {
+  QuantizedKernel kernel;
   uint32_t run;  // tiles: columns that have one scale
   RowsPlan shared;  // qmv
   MatricesPlan by_matrices;  // qmm
   SplitTilesPlan by_tiles;  // qmm_tiles
 };
 
-AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
-                       const ProductSizes& sizes, mx::Stream stream);
+QuantizedPlan plan_quantized(const QuantizedKernels& kernels, const QuantizedFormat& format, mx::Dtype dtype,
+                             const ProductSizes& sizes, mx::Stream stream);
 
 // Whether a GPU sums each row of x as it sums a row alone, where exact products are asked for.
 constexpr bool are_few_exact(size_t rows) {
   return rows <= most_gemv_rows;
 }
 
-// Whether plan_affine_exact serves, so that rows asked to be exact share a launch.
+// Whether plan_quantized_exact serves, so that rows asked to be exact share a launch.
 bool is_exact_by_plan(size_t rows, mx::Stream stream);
 
 // Whether mx computes a product that a kernel covers as well. It gets no exact rows on a GPU, if they are few: its sums
@@ -240,19 +240,19 @@ bool prefer_mx_product(const Problem& problem, const char* reason, mx::Stream st
 bool gates_exact_rows(mx::Stream stream);
 
 // A plan whose sums do not depend on sizes.rows, up to most_gemv_rows of one matrix.
-AffinePlan plan_affine_exact(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
-                             const ProductSizes& sizes, mx::Stream stream);
+QuantizedPlan plan_quantized_exact(const QuantizedKernels& kernels, const QuantizedFormat& format, mx::Dtype dtype,
+                                   const ProductSizes& sizes, mx::Stream stream);
 
 // Whether products whose x may be rounded to integers of 8 bits are multiplied as such, on matrix units
 // (metal/matmul/apple/m5/qmm_int8.metal).
-bool multiplies_int8(const AffineFormat& format, const ProductSizes& sizes, mx::Stream stream);
+bool multiplies_int8(const QuantizedFormat& format, const ProductSizes& sizes, mx::Stream stream);
 
 // Throws where kernels run on a GPU that does not multiply integers of 8 bits.
 void check_int8_activations(const char* op, mx::Stream stream);
 
 // Why mx is faster; null where it is not known to be.
-const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
-                          const ProductSizes& sizes, mx::Stream stream);
+const char* why_mx_quantized(const QuantizedKernels& kernels, const QuantizedFormat& format, mx::Dtype dtype,
+                             const ProductSizes& sizes, mx::Stream stream);
 
 // --- weights of GGUF files, [outputs, columns]
 

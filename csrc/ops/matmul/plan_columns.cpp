@@ -1,3 +1,4 @@
+// Plans of products with weights [columns, outputs], dense or quantized.
 #include "ops/matmul/plan_parts.h"
 
 #include <algorithm>
@@ -38,7 +39,7 @@ ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, cons
   return plan;
 }
 
-QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const ProductSizes& sizes, uint32_t most_splits,
+QvmPlan plan_qvm(const Problem& problem, const QuantizedFormat& format, const ProductSizes& sizes, uint32_t most_splits,
                  mx::Stream stream) {
   QvmPlan plan{};
   const bool is_nvidia = gpu_of(stream).vendor == Gpu::Vendor::nvidia;
@@ -50,7 +51,7 @@ QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const Produ
   }
   if (!is_nvidia && sizes.rows > most_gemv_rows) {
     plan.kernel = QvmKernel::qvm_tiles;
-    plan.by_tiles = plan_tiles(affine_tiles(format, 1), sizes);
+    plan.by_tiles = plan_tiles(quantized_tiles(format, 1), sizes);
     plan.splits = 1;
     plan.columns_per_split = sizes.columns;
     return plan;

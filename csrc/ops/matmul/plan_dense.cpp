@@ -1,3 +1,4 @@
+// Plans of products with dense weights, masked blocks included.
 #include "ops/matmul/plan_parts.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Plans of products with GGUF blocks.
 #include "ops/matmul/plan_parts.h"
 
 #include <algorithm>

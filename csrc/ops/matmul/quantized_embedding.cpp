@@ -10,7 +10,7 @@
 
 #include "cpu/matmul/quantized_embedding.h"
 #include "mlx/ops.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "params/matmul.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -30,7 +30,7 @@ namespace {
 constexpr const char* op = "quantized_embedding";
 const Name file = "matmul/quantized_embedding.metal";
 
-mx::Shape shape_of_rows(const mx::array& indices, const mx::array& w, const AffineFormat& format) {
+mx::Shape shape_of_rows(const mx::array& indices, const mx::array& w, const QuantizedFormat& format) {
   mx::Shape shape = indices.shape();
   shape.push_back(static_cast<int>(int64_t(w.shape(1)) * 32 / format.bits));
   return shape;
@@ -56,7 +56,7 @@ mx::array narrowed(const mx::array& indices, mx::Stream s) {
 
 // mx's two steps: gathers of rows, and one dequantization.
 mx::array rows_of_mx(const mx::array& indices, const mx::array& w, const mx::array& scales,
-                     const std::optional<mx::array>& biases, const AffineFormat& format, mx::Stream s) {
+                     const std::optional<mx::array>& biases, const QuantizedFormat& format, mx::Stream s) {
   const auto rows = [&](const mx::array& matrix) { return mx::take(matrix, mx::flatten(indices, s), 0, s); };
   const std::optional<mx::array> of_biases = biases ? std::optional(rows(*biases)) : std::nullopt;
   const mx::array y = mx::dequantize(rows(w), rows(scales), of_biases, format.group_size, format.bits,
@@ -68,7 +68,7 @@ mx::array rows_of_mx(const mx::array& indices, const mx::array& w, const mx::arr
 // stand in their place.
 class QuantizedEmbedding : public KernelPrimitive {
  public:
-  QuantizedEmbedding(mx::Stream stream, AffineFormat format, mx::Dtype dtype)
+  QuantizedEmbedding(mx::Stream stream, QuantizedFormat format, mx::Dtype dtype)
       : KernelPrimitive(stream), format_(format), dtype_(dtype) {}
 
   const char* name() const override {
@@ -94,16 +94,16 @@ class QuantizedEmbedding : public KernelPrimitive {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    if (is_row_contiguous(inputs[0], 4) && is_prepared_affine(inputs[1], inputs[2], inputs[3])) {
+    if (is_row_contiguous(inputs[0], 4) && is_prepared_triple(inputs[1], inputs[2], inputs[3])) {
       return inputs;
     }
-    copies = prepared_affine(inputs[1], inputs[2], inputs[3], stream());
+    copies = prepared_triple(inputs[1], inputs[2], inputs[3], stream());
     copies.insert(copies.begin(), is_row_contiguous(inputs[0], 4) ? inputs[0] : contiguous(inputs[0], stream()));
     return copies;
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    const QuantizedParams weights = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    const QuantizedParams weights = quantized_params(inputs[1], inputs[2], inputs[3], format_);
     EmbeddingParams params{};
     params.count = static_cast<uint32_t>(inputs[0].size());
     params.rows = static_cast<uint32_t>(inputs[1].shape(0));
@@ -131,7 +131,7 @@ class QuantizedEmbedding : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     return
-        [type = native_type(dtype_), w = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
+        [type = native_type(dtype_), w = native_quantized(inputs[1], inputs[2], inputs[3], format_)[0],
          indices = inputs[0].data<uint32_t>(), is_signed = inputs[0].dtype() == mx::int32, count = inputs[0].size(),
          rows = static_cast<size_t>(inputs[1].shape(0)), columns = static_cast<size_t>(outputs[0].shape(-1)),
          y = data_of(outputs[0])] { cpu::quantized_embedding(type, w, indices, is_signed, count, rows, columns, y); };
@@ -162,26 +162,26 @@ class QuantizedEmbedding : public KernelPrimitive {
   }
 
   // Columns of a thread.
-  static uint32_t run_of(const AffineFormat& format) {
+  static uint32_t run_of(const QuantizedFormat& format) {
     return format.bits == 1 ? 32 : format.bits == 4 || format.bits == 8 ? 8 : 16;
   }
 
-  AffineFormat format_;
+  QuantizedFormat format_;
   mx::Dtype dtype_;
 };
 
 // The format of matrices that fit each other and the indices.
-AffineFormat checked_format(const mx::array& indices, const mx::array& w, const mx::array& scales,
-                            const std::optional<mx::array>& biases, std::optional<int> group_size,
-                            std::optional<int> bits, const std::string& mode) {
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+QuantizedFormat checked_format(const mx::array& indices, const mx::array& w, const mx::array& scales,
+                               const std::optional<mx::array>& biases, std::optional<int> group_size,
+                               std::optional<int> bits, const std::string& mode) {
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   if (!mx::issubdtype(indices.dtype(), mx::integer)) {
     checks::fail<DtypeError>(op, "indices has dtype ", indices.dtype(), ": expected integers");
   }
   if (w.ndim() != 2) {
     checks::fail(op, "w has shape ", w.shape(), ": expected two dimensions, rows of packed integers");
   }
-  check_affine(op, static_cast<int>(int64_t(w.shape(1)) * 32 / format.bits), w, scales, biases, format);
+  check_quantized(op, static_cast<int>(int64_t(w.shape(1)) * 32 / format.bits), w, scales, biases, format);
   return format;
 }
 
@@ -203,7 +203,7 @@ std::optional<mx::array> try_quantized_embedding(const mx::array& indices, const
                                                  std::optional<int> bits, const std::string& mode,
                                                  mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const AffineFormat format = checked_format(indices, w, scales, biases, group_size, bits, mode);
+  const QuantizedFormat format = checked_format(indices, w, scales, biases, group_size, bits, mode);
   const mx::Dtype dtype = format.has_biases() ? scales.dtype() : mx::bfloat16;
   mx::Shape shape = shape_of_rows(indices, w, format);
   const uint64_t size = uint64_t(indices.size()) * shape.back();
@@ -228,7 +228,8 @@ mx::array quantized_embedding(const mx::array& indices, const mx::array& w, cons
   if (y) {
     return *std::move(y);
   }
-  return rows_of_mx(indices, w, scales, biases, affine_format(op, group_size, bits, true, mode), mx::to_stream(where));
+  return rows_of_mx(indices, w, scales, biases, quantized_format(op, group_size, bits, true, mode),
+                    mx::to_stream(where));
 }
 
 namespace {

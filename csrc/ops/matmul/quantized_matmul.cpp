@@ -4,7 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include "mlx/ops.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/matmul/exact.h"
 #include "ops/matmul/plan.h"
 #include "ops/matmul/quantized_matmul_primitive.h"
@@ -24,7 +24,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "quantized_matmul";
-constexpr const AffineKernels& kernels = quantized_matmul_kernels;
+constexpr const QuantizedKernels& kernels = quantized_matmul_kernels;
 
 // The shapes to which the axes before the last two of x and of w broadcast. Axes at the end along which w does not
 // change stay 1 there: the primitive takes these axes of x for rows.
@@ -58,8 +58,8 @@ std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, con
                                      std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
                                      const std::optional<mx::array>& bias, bool exact, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const AffineFormat format = affine_format(op, group_size, bits, transpose, mode);
-  const AffineShape shape = check_affine(op, x, w, scales, biases, format);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, transpose, mode);
+  const QuantizedShape shape = check_quantized(op, x, w, scales, biases, format);
   if (bias && (bias->ndim() != 1 || bias->shape(0) != shape.outputs)) {
     checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", shape.outputs, " elements");
   }
@@ -98,7 +98,7 @@ std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, con
   if (const char* reason = why_not_covered(format)) {
     return fallback(op, reason);
   }
-  if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
+  if (const uint32_t most = most_quantized_rows(kernels, stream); rows > most) {
     return fallback(op, "more than " + std::to_string(most) + " rows of x for a matrix");
   }
   if (matrices > most_matrices) {
@@ -106,12 +106,12 @@ std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, con
   }
   const ProductSizes sizes{exact ? 1 : static_cast<uint32_t>(matrices), static_cast<uint32_t>(rows),
                            static_cast<uint32_t>(shape.columns), static_cast<uint32_t>(shape.outputs)};
-  const Problem problem = product_problem(op, dtype, affine_number(format), sizes);
+  const Problem problem = product_problem(op, dtype, format_number(format), sizes);
   if (!exact && numerics().int8 && multiplies_int8(format, sizes, stream)) {
     if (is_switched_off(op)) {
       return std::nullopt;
     }
-  } else if (const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
+  } else if (const char* reason = why_mx_quantized(kernels, format, dtype, sizes, stream);
              format.transpose ? prefer_mx_product(problem, reason, stream) : prefer_mx(problem, reason, stream)) {
     return std::nullopt;
   }
@@ -199,7 +199,7 @@ mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const m
     auto y = try_head(x, w, scales, biases, transpose, group_size, bits, mode, bias, where);
     return y ? *std::move(y) : product(x);
   }
-  check_affine(op, x, w, scales, biases, affine_format(op, group_size, bits, transpose, mode));
+  check_quantized(op, x, w, scales, biases, quantized_format(op, group_size, bits, transpose, mode));
   if (w.ndim() != 2) {
     checks::fail(op, "w has shape ", w.shape(), ": exact=True expects one matrix, of two dimensions");
   }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "mlx/utils.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "runtime/primitive.h"
 
 namespace mittens {
@@ -48,9 +48,9 @@ std::optional<mx::array> try_product_of_model(const mx::array& x, const mx::arra
 
 // The format of an array that is to be this op's: x by the transpose of one matrix, without a bias, not yet computed.
 // Its inputs are x and the triple. Nothing for any other array.
-std::optional<AffineFormat> pending_product(const mx::array& y);
+std::optional<QuantizedFormat> pending_product(const mx::array& y);
 
 // The same of one row of x, where there may be a bias: the fifth input.
-std::optional<AffineFormat> pending_row_product(const mx::array& y);
+std::optional<QuantizedFormat> pending_row_product(const mx::array& y);
 
 }  // namespace mittens

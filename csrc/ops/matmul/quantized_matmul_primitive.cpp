@@ -30,11 +30,11 @@ const Name qmm_int8_file = "matmul/apple/m5/qmm_int8.metal";
 const Name qvm_file = "matmul/qvm.metal";
 const Name qvm_tiles_file = "matmul/apple/qvm_tiles.metal";
 const Name columns_file = "matmul/nvidia/columns.metal";
-constexpr const AffineKernels& kernels = quantized_matmul_kernels;
+constexpr const QuantizedKernels& kernels = quantized_matmul_kernels;
 
 class QuantizedMatmul : public KernelPrimitive {
  public:
-  QuantizedMatmul(mx::Stream stream, AffineFormat format, bool exact)
+  QuantizedMatmul(mx::Stream stream, QuantizedFormat format, bool exact)
       : KernelPrimitive(stream), format_(format), exact_(exact) {}
 
   const char* name() const override {
@@ -46,7 +46,7 @@ class QuantizedMatmul : public KernelPrimitive {
     return format_ == product.format_ && exact_ == product.exact_ && alike_ == product.alike_ && int8_ == product.int8_;
   }
 
-  const AffineFormat& format() const {
+  const QuantizedFormat& format() const {
     return format_;
   }
 
@@ -157,11 +157,11 @@ class QuantizedMatmul : public KernelPrimitive {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    if (is_contiguous(inputs[0]) && is_prepared_affine(inputs[1], inputs[2], inputs[3]) &&
+    if (is_contiguous(inputs[0]) && is_prepared_triple(inputs[1], inputs[2], inputs[3]) &&
         (inputs.size() < 5 || is_contiguous(inputs[4]))) {
       return inputs;
     }
-    copies = prepared_affine(inputs[1], inputs[2], inputs[3], stream());
+    copies = prepared_triple(inputs[1], inputs[2], inputs[3], stream());
     copies.insert(copies.begin(), contiguous_rows(inputs[0], stream()));
     if (inputs.size() > 4) {
       copies.push_back(contiguous_rows(inputs[4], stream()));
@@ -180,7 +180,7 @@ class QuantizedMatmul : public KernelPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
     const ProductSizes sizes = sizes_of(inputs);
-    QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    QuantizedParams params = quantized_params(inputs[1], inputs[2], inputs[3], format_);
     params.rows = sizes.rows;
     params.columns = sizes.columns;
     params.outputs = sizes.outputs;
@@ -203,8 +203,8 @@ class QuantizedMatmul : public KernelPrimitive {
     }
     if (format_.transpose) {
       const bool is_exact = alike_ && sizes.matrices == 1 && are_few_exact(sizes.rows);
-      const AffinePlan plan = is_exact ? plan_affine_exact(kernels, format_, x.dtype(), sizes, stream())
-                                       : plan_affine(kernels, format_, x.dtype(), planned(sizes), stream());
+      const QuantizedPlan plan = is_exact ? plan_quantized_exact(kernels, format_, x.dtype(), sizes, stream())
+                                          : plan_quantized(kernels, format_, x.dtype(), planned(sizes), stream());
       params.outputs_per_group = plan.outputs_per_group;
       auto by_groups = [&](Name file, Name kernel) {
         Launch groups = launch(file, kernel, bias, outputs[0]);
@@ -214,14 +214,14 @@ class QuantizedMatmul : public KernelPrimitive {
         return in_order(std::move(groups));
       };
       switch (plan.kernel) {
-        case AffineKernel::mma_row:
+        case QuantizedKernel::mma_row:
           return by_groups(mma_row_file, kernel_name(x.dtype(), op, "row_4bit"));
-        case AffineKernel::tiles:
+        case QuantizedKernel::tiles:
           return by_groups(tiles_file,
                            kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
-        case AffineKernel::rows:
+        case QuantizedKernel::rows:
           return by_groups(rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
-        case AffineKernel::qmm_tiles: {
+        case QuantizedKernel::qmm_tiles: {
           const uint32_t splits = plan.by_tiles.splits;
           params.splits = splits;
           params.columns_per_split = plan.by_tiles.columns_per_split;
@@ -240,13 +240,13 @@ class QuantizedMatmul : public KernelPrimitive {
           sum.owner = sums;
           return in_order(std::move(tiles), std::move(sum));
         }
-        case AffineKernel::qmm: {
+        case QuantizedKernel::qmm: {
           Launch matrices =
               launch(qmm_file, kernel_name(x.dtype(), op, "qmm_", format_name(format_)), bias, outputs[0]);
           share_out(matrices, plan.by_matrices, sizes.matrices);
           return in_order(std::move(matrices));
         }
-        case AffineKernel::qmv: {
+        case QuantizedKernel::qmv: {
           Launch rows =
               launch(qmv_file, kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows), bias,
                      outputs[0]);
@@ -291,18 +291,18 @@ class QuantizedMatmul : public KernelPrimitive {
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const ProductSizes sizes = sizes_of(inputs);
     const size_t item = inputs[0].itemsize();
-    return
-        [type = native_type(inputs[0].dtype()), x = static_cast<const char*>(data_of(inputs[0])),
-         y = static_cast<char*>(data_of(outputs[0])), weights = native_affine(inputs[1], inputs[2], inputs[3], format_),
-         bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes, together = planned(sizes).matrices, item,
-         mode = cpu::ProductMode{alike_, int8_}] {
-          for (size_t i = 0; i < sizes.matrices; i += together) {
-            const size_t rows = i * sizes.rows;
-            cpu::quantized_matmul(type, weights.data() + i, x + rows * sizes.columns * item, bias,
-                                  y + rows * sizes.outputs * item, together, sizes.rows, sizes.columns, sizes.outputs,
-                                  mode);
-          }
-        };
+    return [type = native_type(inputs[0].dtype()), x = static_cast<const char*>(data_of(inputs[0])),
+            y = static_cast<char*>(data_of(outputs[0])),
+            weights = native_quantized(inputs[1], inputs[2], inputs[3], format_),
+            bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes, together = planned(sizes).matrices, item,
+            mode = cpu::ProductMode{alike_, int8_}] {
+      for (size_t i = 0; i < sizes.matrices; i += together) {
+        const size_t rows = i * sizes.rows;
+        cpu::quantized_matmul(type, weights.data() + i, x + rows * sizes.columns * item, bias,
+                              y + rows * sizes.outputs * item, together, sizes.rows, sizes.columns, sizes.outputs,
+                              mode);
+      }
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -340,7 +340,7 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
   QvmPlan qvm_plan(mx::Dtype dtype, const ProductSizes& sizes, uint32_t most_splits) {
-    const Problem problem = product_problem(op, dtype, affine_number(format_), planned(sizes));
+    const Problem problem = product_problem(op, dtype, format_number(format_), planned(sizes));
     return plan_qvm(problem, format_, planned(sizes), most_splits, stream());
   }
 
@@ -394,7 +394,7 @@ class QuantizedMatmul : public KernelPrimitive {
     return sizes;
   }
 
-  AffineFormat format_;
+  QuantizedFormat format_;
   bool exact_;
   bool alike_ = is_exact();  // rows of a product sum as a row alone does
   bool int8_ = numerics().int8;  // x may be rounded on a CPU, and on matrix units
@@ -402,7 +402,7 @@ class QuantizedMatmul : public KernelPrimitive {
 
 }  // namespace
 
-mx::array quantized_matmul_by_kernels(Arrays inputs, const AffineFormat& format, bool exact, mx::Stream stream) {
+mx::array quantized_matmul_by_kernels(Arrays inputs, const QuantizedFormat& format, bool exact, mx::Stream stream) {
   auto primitive = std::make_shared<QuantizedMatmul>(stream, format, exact);
   if (!format.transpose) {
     return first_output(std::move(primitive), std::move(inputs));
@@ -411,7 +411,7 @@ mx::array quantized_matmul_by_kernels(Arrays inputs, const AffineFormat& format,
   return only_output(std::move(shapes[0]), std::move(primitive), std::move(inputs));
 }
 
-std::optional<AffineFormat> pending_product(const mx::array& y) {
+std::optional<QuantizedFormat> pending_product(const mx::array& y) {
   if (!is_pending(y) || y.inputs().size() != 4 || y.inputs()[1].ndim() != 2) {
     return std::nullopt;
   }
@@ -419,7 +419,7 @@ std::optional<AffineFormat> pending_product(const mx::array& y) {
   return product && product->format().transpose ? std::optional(product->format()) : std::nullopt;
 }
 
-std::optional<AffineFormat> pending_row_product(const mx::array& y) {
+std::optional<QuantizedFormat> pending_row_product(const mx::array& y) {
   const auto* product = is_pending(y) ? dynamic_cast<const QuantizedMatmul*>(&y.primitive()) : nullptr;
   const bool is_row = product && product->format().transpose && !product->exact() && y.inputs()[1].ndim() == 2 &&
                       y.size() > 0 && y.inputs()[0].size() > 0 && leading_size(y, 1) == 1;

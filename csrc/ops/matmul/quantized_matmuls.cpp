@@ -11,7 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "mlx/ops.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/matmul/normed_row.h"
 #include "ops/matmul/plan.h"
 #include "ops/matmul/quantized_matmul.h"
@@ -41,7 +41,7 @@ using Bias = std::optional<std::vector<mx::array>>;
 // outputs]. x may be a norm (ops/matmul/normed_row.h).
 class QuantizedMatmuls : public KernelPrimitive {
  public:
-  QuantizedMatmuls(mx::Stream stream, AffineFormat format, size_t count, std::optional<NormOfRow> norm = {})
+  QuantizedMatmuls(mx::Stream stream, QuantizedFormat format, size_t count, std::optional<NormOfRow> norm = {})
       : KernelPrimitive(stream), format_(format), count_(count), norm_(norm) {}
 
   const char* name() const override {
@@ -76,7 +76,7 @@ class QuantizedMatmuls : public KernelPrimitive {
     bool are_alike = true;  // one stride from row to row serves all
     for (size_t i = 0; i < count_; ++i) {
       const auto of = inputs.begin() + static_cast<ptrdiff_t>(1 + 3 * i);
-      are_alike = are_alike && is_prepared_affine(of[0], of[1], of[2]);
+      are_alike = are_alike && is_prepared_triple(of[0], of[1], of[2]);
       for (size_t j = 0; j < 3; ++j) {
         are_alike = are_alike && of[static_cast<ptrdiff_t>(j)].strides() == inputs[1 + j].strides();
       }
@@ -91,7 +91,7 @@ class QuantizedMatmuls : public KernelPrimitive {
     const mx::array& x = inputs[0];
     const bool has_bias = this->has_bias(inputs);
     QuantizedMatmulsParams params{};
-    params.weights = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    params.weights = quantized_params(inputs[1], inputs[2], inputs[3], format_);
     params.weights.columns = static_cast<uint32_t>(x.shape(-1));
     params.weights.rows = 1;
     params.weights.has_bias = has_bias;
@@ -150,19 +150,19 @@ class QuantizedMatmuls : public KernelPrimitive {
     return inputs.size() > 1 + 3 * count_ + (norm_ ? 1 : 0);
   }
 
-  AffineFormat format_;
+  QuantizedFormat format_;
   size_t count_;
   std::optional<NormOfRow> norm_;
 };
 
 struct Call {
   Arrays inputs;
-  AffineFormat format;
+  QuantizedFormat format;
 };
 
 Call checked(const mx::array& x, const std::vector<Triple>& matrices, std::optional<int> group_size,
              std::optional<int> bits, const std::string& mode, const Bias& bias, mx::Stream stream) {
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   const bool affine = format.has_biases();
   if (matrices.empty()) {
     checks::fail(op, "matrices has no triples: expected at least one");
@@ -180,7 +180,7 @@ Call checked(const mx::array& x, const std::vector<Triple>& matrices, std::optio
       checks::fail(op, "matrix ", i, "'s w has shape ", triple[0].shape(), ": expected [outputs, words]");
     }
     const auto biases = affine ? std::optional(triple[2]) : std::nullopt;
-    const AffineShape shape = check_affine(op, x, triple[0], triple[1], biases, format);
+    const QuantizedShape shape = check_quantized(op, x, triple[0], triple[1], biases, format);
     if (affine) {
       dtype =
           mx::promote_types(dtype, checks::kernel_dtype(op, {{"x", x}, {"scales", triple[1]}, {"biases", triple[2]}}));
@@ -240,7 +240,7 @@ std::optional<std::vector<mx::array>> attempt(const mx::array& x, const std::vec
   QuantizedMatmuls plain(stream, call.format, matrices.size());
   const auto outputs = static_cast<uint32_t>(plain.output_shapes(call.inputs)[0].back());
   const ProductSizes sizes{1, 1, static_cast<uint32_t>(x.shape(-1)), outputs};
-  if (prefer_mx(product_problem(op, call.inputs[0].dtype(), affine_number(call.format), sizes), nullptr, stream)) {
+  if (prefer_mx(product_problem(op, call.inputs[0].dtype(), format_number(call.format), sizes), nullptr, stream)) {
     return std::nullopt;
   }
   constexpr long holders = 2;  // the caller and the inputs
@@ -285,7 +285,7 @@ std::vector<mx::array> quantized_matmuls(const mx::array& x, const std::vector<T
     return *std::move(parts);
   }
   const mx::Stream stream = checks::checked_stream(op, where);
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   std::vector<mx::array> parts;
   for (size_t i = 0; i < matrices.size(); ++i) {
     const auto biases = format.has_biases() ? std::optional(matrices[i][2]) : std::nullopt;

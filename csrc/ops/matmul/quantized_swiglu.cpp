@@ -7,7 +7,7 @@
 
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/matmul/exact.h"
 #include "ops/matmul/normed_row.h"
 #include "ops/matmul/plan.h"
@@ -33,15 +33,15 @@ const Name file = "matmul/quantized_swiglu.metal";
 const Name tiles_file = "matmul/apple/swiglu_tiles.metal";
 const Name nvidia_rows_file = "matmul/nvidia/quantized_swiglu.metal";
 const Name row_file = "matmul/nvidia/quantized_swiglu_mma.metal";
-constexpr AffineKernels kernels{op, 2, 4, false, true};
+constexpr QuantizedKernels kernels{op, 2, 4, false, true};
 
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
 
-void check_triple(const char* name, const Triple& triple, const mx::array& x, const AffineFormat& format) {
+void check_triple(const char* name, const Triple& triple, const mx::array& x, const QuantizedFormat& format) {
   check_triple_size(op, name, triple, format);
   const auto biases = format.has_biases() ? std::optional(triple[2]) : std::nullopt;
-  check_affine(op, x, triple[0], triple[1], biases, format);
+  check_quantized(op, x, triple[0], triple[1], biases, format);
   if (triple[0].ndim() != 2) {
     checks::fail(op, name, "'s w has shape ", triple[0].shape(), ": expected two dimensions");
   }
@@ -51,7 +51,7 @@ void check_triple(const char* name, const Triple& triple, const mx::array& x, co
 // alone. One row of x may be a norm (ops/matmul/normed_row.h).
 class QuantizedSwiglu : public KernelPrimitive {
  public:
-  QuantizedSwiglu(mx::Stream stream, AffineFormat format, Activation activation, bool exact,
+  QuantizedSwiglu(mx::Stream stream, QuantizedFormat format, Activation activation, bool exact,
                   std::optional<NormOfRow> norm = {})
       : KernelPrimitive(stream), format_(format), activation_(activation), exact_(exact), norm_(norm) {}
 
@@ -74,8 +74,8 @@ class QuantizedSwiglu : public KernelPrimitive {
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
     // One set of strides serves both triples.
-    bool as_is = is_contiguous(inputs[0]) && is_prepared_affine(inputs[1], inputs[2], inputs[3]) &&
-                 is_prepared_affine(inputs[4], inputs[5], inputs[6]);
+    bool as_is = is_contiguous(inputs[0]) && is_prepared_triple(inputs[1], inputs[2], inputs[3]) &&
+                 is_prepared_triple(inputs[4], inputs[5], inputs[6]);
     for (int i = 1; i < 4; ++i) {
       as_is = as_is && inputs[i].strides(0) == inputs[i + 3].strides(0);
     }
@@ -89,7 +89,7 @@ class QuantizedSwiglu : public KernelPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    QuantizedParams params = quantized_params(inputs[1], inputs[2], inputs[3], format_);
     params.rows = static_cast<uint32_t>(leading_size(x, 1));
     params.columns = x.shape(-1);
     params.outputs = inputs[1].shape(0);
@@ -108,23 +108,23 @@ class QuantizedSwiglu : public KernelPrimitive {
       launch.input(inputs.back()).output(outputs[0]);
       return in_order(launch.params(NormedSwigluParams{params, norm_params(*norm_, inputs.back())}));
     }
-    const AffinePlan plan = alike_ && are_few_exact(params.rows)
-                                ? plan_affine_exact(kernels, format_, x.dtype(), sizes, stream())
-                                : plan_affine(kernels, format_, x.dtype(), sizes, stream());
-    if (plan.kernel == AffineKernel::qmv) {
+    const QuantizedPlan plan = alike_ && are_few_exact(params.rows)
+                                   ? plan_quantized_exact(kernels, format_, x.dtype(), sizes, stream())
+                                   : plan_quantized(kernels, format_, x.dtype(), sizes, stream());
+    if (plan.kernel == QuantizedKernel::qmv) {
       launch.file = file;
       launch.kernel = kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows);
       share_out(launch, plan.shared, 1);
-    } else if (plan.kernel == AffineKernel::qmm_tiles) {
+    } else if (plan.kernel == QuantizedKernel::qmm_tiles) {
       launch.file = tiles_file;
       launch.kernel = kernel_name(x.dtype(), op, "qmm_tiles_", format_name(format_), "_", plan.by_tiles.rows);
       share_out(launch, plan.by_tiles, 1);
-    } else if (plan.kernel == AffineKernel::qmm) {
+    } else if (plan.kernel == QuantizedKernel::qmm) {
       launch.file = file;
       launch.kernel = kernel_name(x.dtype(), op, "qmm_", format_name(format_));
       share_out(launch, plan.by_matrices, 1);
     } else {
-      const bool by_matrices = plan.kernel == AffineKernel::mma_row;
+      const bool by_matrices = plan.kernel == QuantizedKernel::mma_row;
       launch.file = by_matrices ? row_file : nvidia_rows_file;
       launch.kernel = by_matrices ? kernel_name(x.dtype(), op, "row_4bit")
                                   : kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
@@ -150,8 +150,8 @@ class QuantizedSwiglu : public KernelPrimitive {
     const size_t rows = leading_size(inputs[0], 1);
     return [type = native_type(inputs[0].dtype()), activation = cpu::Activation{activation_.alpha, activation_.beta},
             x = static_cast<const char*>(data_of(inputs[0])), y = static_cast<char*>(data_of(outputs[0])),
-            item = inputs[0].itemsize(), gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
-            up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows, together = exact_ ? 1 : rows,
+            item = inputs[0].itemsize(), gate = native_quantized(inputs[1], inputs[2], inputs[3], format_)[0],
+            up = native_quantized(inputs[4], inputs[5], inputs[6], format_)[0], rows, together = exact_ ? 1 : rows,
             columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0)),
             mode = cpu::ProductMode{alike_, int8_}] {
       for (size_t row = 0; row < rows; row += together) {
@@ -172,7 +172,7 @@ class QuantizedSwiglu : public KernelPrimitive {
   }
 
  private:
-  AffineFormat format_;
+  QuantizedFormat format_;
   Activation activation_;
   bool exact_;
   std::optional<NormOfRow> norm_;
@@ -181,7 +181,7 @@ class QuantizedSwiglu : public KernelPrimitive {
 };
 
 // The product of x by inputs of QuantizedSwiglu; takes in the norm that gives x, if x has at most `holders`.
-mx::array swiglu_of(const mx::array& x, long holders, const AffineFormat& format, const Activation& activation,
+mx::array swiglu_of(const mx::array& x, long holders, const QuantizedFormat& format, const Activation& activation,
                     Arrays inputs, mx::Stream stream) {
   const bool may_take = inputs[0].id() == x.id() && has_common_kernels(format) && leading_size(x, 1) == 1 &&
                         x.size() > 0 && shares_norm(stream);
@@ -200,7 +200,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
                            bool exact, bool takes_norm, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const Activation& activation = activation_of(op, activation_name, false);
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   check_triple("gate", gate, x, format);
   check_triple("up", up, x, format);
   const int outputs = gate[0].shape(0);
@@ -253,7 +253,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     };
     return gated(product(1), product(4), activation, stream);
   };
-  if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
+  if (const uint32_t most = most_quantized_rows(kernels, stream); rows > most) {
     fallback(op, "more than " + std::to_string(most) + " rows of x");
     return own_products();
   }
@@ -268,8 +268,8 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (!exact && numerics().int8 && multiplies_int8(format, sizes, stream)) {
     return own_products();
   }
-  const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
-  if (prefer_mx_product(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
+  const char* reason = why_mx_quantized(kernels, format, dtype, sizes, stream);
+  if (prefer_mx_product(product_problem(op, dtype, format_number(format), sizes), reason, stream)) {
     return products_of_mx();
   }
   if (takes_norm) {
@@ -289,7 +289,7 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, 
   const mx::Stream stream = gate.primitive().stream();
   const Arrays& inputs = gate.inputs();
   const size_t rows = leading_size(inputs[0], 1);
-  const bool by_tiles = rows > most_gemv_rows && rows <= most_affine_rows(kernels, stream);
+  const bool by_tiles = rows > most_gemv_rows && rows <= most_quantized_rows(kernels, stream);
   if (gate.is_tracer() || (is_exact() && !gates_exact_rows(stream)) || up.primitive().stream() != stream ||
       up.inputs()[0].id() != inputs[0].id() ||
       (stream.device == mx::Device::gpu && rows > kernels.most_rows && !by_tiles)) {
@@ -299,7 +299,7 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, 
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(inputs[0].shape(-1)),
                            static_cast<uint32_t>(w.shape(0))};
   if ((numerics().int8 && multiplies_int8(*format, sizes, stream)) ||
-      prefer_mx(product_problem(op, gate.dtype(), affine_number(*format), sizes), nullptr, stream)) {
+      prefer_mx(product_problem(op, gate.dtype(), format_number(*format), sizes), nullptr, stream)) {
     return std::nullopt;
   }
   Arrays all = inputs;

@@ -101,8 +101,8 @@ ExpertSizes expert_sizes(const mx::array& x, const Pairs& pairs, const mx::array
           static_cast<size_t>(outputs)};
 }
 
-GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs) {
-  GatherQmmParams params{affine_params(stack[0], stack[1], stack[2], format), {}, 1, 0, 0.0f, 0.0f};
+GatherQmmParams gather_params(const Arrays& stack, const QuantizedFormat& format, const mx::array& x, int outputs) {
+  GatherQmmParams params{quantized_params(stack[0], stack[1], stack[2], format), {}, 1, 0, 0.0f, 0.0f};
   params.weights.rows = x.shape(-2);
   params.weights.columns = x.shape(-1);
   params.weights.outputs = outputs;
@@ -257,7 +257,7 @@ PairParams GatherPrimitive::pair_params(const Arrays& inputs) const {
           static_cast<uint32_t>(pairs_per_input(pairs, batch)), pairs.inputs.has_value()};
 }
 
-GatherQmmParams GatherPrimitive::tiled_params(const Arrays& inputs, const AffineFormat& format) const {
+GatherQmmParams GatherPrimitive::tiled_params(const Arrays& inputs, const QuantizedFormat& format) const {
   GatherQmmParams params = gather_params(stacks_of(inputs), format, inputs[0], outputs_of(inputs));
   params.pairs = pair_params(inputs);
   return params;
@@ -275,7 +275,7 @@ std::optional<ExpertTiles> GatherPrimitive::tiles_of(const Arrays& inputs, uint3
                       static_cast<uint32_t>(x.shape(-2)), plan_expert_tiles(tile_rows, sizes), stream());
 }
 
-bool GatherPrimitive::shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const {
+bool GatherPrimitive::shares_pairs(const Arrays& inputs, const QuantizedFormat& format, uint32_t matrices) const {
   constexpr size_t most_elements = std::numeric_limits<uint32_t>::max();  // that kernels count in x
   const size_t elements = inputs[0].size();
   return elements > 0 && elements <= most_elements &&
@@ -292,7 +292,7 @@ const Arrays& GatherPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
   return copies;
 }
 
-GatherQmmParams GatherPrimitive::share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
+GatherQmmParams GatherPrimitive::share_out_pairs(Launch& launch, const Arrays& inputs, const QuantizedFormat& format,
                                                  uint32_t simdgroup_outputs) {
   GatherQmmParams params = gather_params(stacks_of(inputs), format, inputs[0], outputs_of(inputs));
   params.pairs = pair_params(inputs);

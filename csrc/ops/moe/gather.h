@@ -11,7 +11,7 @@
 #include "cpu/moe/gather.h"
 #include "mlx/utils.h"
 #include "ops/matmul/activation.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/moe/plan.h"
 #include "params/moe.h"
 #include "runtime/numerics.h"
@@ -40,7 +40,7 @@ const char* why_not_gathered(const mx::array& x, const Pairs& pairs, bool transp
 ExpertSizes expert_sizes(const mx::array& x, const Pairs& pairs, const mx::array& stack, int outputs);
 
 // The params of a kernel with stacks of quantized weights, but for the pairs and the grid.
-GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs);
+GatherQmmParams gather_params(const Arrays& stack, const QuantizedFormat& format, const mx::array& x, int outputs);
 
 // The rows of pairs by their experts, made on the GPU for kernels that take tiles of them (metal/moe/apple).
 struct ExpertTiles {
@@ -58,7 +58,7 @@ ExpertTiles expert_tiles(const PairParams& pairs, const mx::array& experts, cons
 
 // The product of tiles with quantized experts. inputs: x and the triple. bias: of each output of each expert, or null.
 Launch tiled_product(const ExpertTiles& tiles, const Arrays& inputs, const mx::array* bias, const mx::array& y,
-                     const AffineFormat& format, const GatherQmmParams& params);
+                     const QuantizedFormat& format, const GatherQmmParams& params);
 
 // The pairs of a call, whose indices broadcast; absent indices are the whole batch of x, or the whole stack.
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
@@ -129,14 +129,14 @@ class GatherPrimitive : public KernelPrimitive {
   PairParams pair_params(const Arrays& inputs) const;
   // The params of a kernel with quantized weights, whose first triple is the first stacks; gives the launch its grid of
   // simdgroups of `simdgroup_outputs`.
-  GatherQmmParams share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
+  GatherQmmParams share_out_pairs(Launch& launch, const Arrays& inputs, const QuantizedFormat& format,
                                   uint32_t simdgroup_outputs);
   // The params of a kernel that takes tiles.
-  GatherQmmParams tiled_params(const Arrays& inputs, const AffineFormat& format) const;
+  GatherQmmParams tiled_params(const Arrays& inputs, const QuantizedFormat& format) const;
   // The tiles of the pairs, where the kernel for them is to run.
   std::optional<ExpertTiles> tiles_of(const Arrays& inputs, uint32_t tile_rows);
   // Whether pairs of the same expert are one product, in a kernel of its own.
-  bool shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const;
+  bool shares_pairs(const Arrays& inputs, const QuantizedFormat& format, uint32_t matrices) const;
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override;
   bool sums_nothing(const Arrays& inputs) const override {
     return inputs[0].shape(-1) == 0;
@@ -183,7 +183,7 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
 // An array that is to be gather_qmm's, by the transposes of its experts, and not yet computed. Its inputs are x, the
 // triple and the indices.
 struct PendingGather {
-  AffineFormat format;
+  QuantizedFormat format;
   bool sorted;  // the indices, as the caller promised
 
   bool operator==(const PendingGather&) const = default;

@@ -6,7 +6,7 @@
 #include <nanobind/stl/string.h>
 
 #include "mlx/ops.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/moe/gather.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -28,12 +28,12 @@ constexpr const char* op = "gather_qmm";
 const Name file = "moe/gather_qmm.metal";
 const Name tiles_file = "moe/apple/gather_qmm_tiles.metal";
 
-Problem problem_of(const mx::array& x, const mx::array& w, const Pairs& pairs, int outputs, const AffineFormat& format,
-                   bool sorted, mx::Dtype dtype) {
-  return experts_problem(op, dtype, affine_number(format), sorted, expert_sizes(x, pairs, w, outputs));
+Problem problem_of(const mx::array& x, const mx::array& w, const Pairs& pairs, int outputs,
+                   const QuantizedFormat& format, bool sorted, mx::Dtype dtype) {
+  return experts_problem(op, dtype, format_number(format), sorted, expert_sizes(x, pairs, w, outputs));
 }
 
-int outputs_of_stack(const mx::array& w, const AffineFormat& format) {
+int outputs_of_stack(const mx::array& w, const QuantizedFormat& format) {
   return format.transpose ? w.shape(-2) : static_cast<int>(int64_t(w.shape(-1)) * 32 / format.bits);
 }
 
@@ -56,7 +56,7 @@ mx::array product_of_mx(const mx::array& x, const mx::array& w, const mx::array&
 
 class GatherQmm final : public GatherPrimitive {
  public:
-  GatherQmm(mx::Stream stream, AffineFormat format, bool sorted = false)
+  GatherQmm(mx::Stream stream, QuantizedFormat format, bool sorted = false)
       : GatherPrimitive(stream, 3), format_(format), sorted_(sorted) {}
 
   const char* name() const override {
@@ -104,7 +104,7 @@ class GatherQmm final : public GatherPrimitive {
   }
 
   std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) override {
-    AffineFormat format = format_;
+    QuantizedFormat format = format_;
     format.transpose = !format.transpose;
     const Pairs pairs{experts, std::nullopt};
     auto primitive = std::make_shared<GatherQmm>(stream(), format);
@@ -149,18 +149,18 @@ class GatherQmm final : public GatherPrimitive {
   }
 
   void prepare_stacks(Arrays& stacks) override {
-    if (!is_prepared_affine(stacks[0], stacks[1], stacks[2])) {
-      stacks = prepared_affine(stacks[0], stacks[1], stacks[2], stream());
+    if (!is_prepared_triple(stacks[0], stacks[1], stacks[2])) {
+      stacks = prepared_triple(stacks[0], stacks[1], stacks[2], stream());
     }
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const cpu::Gather gather = native_gather(inputs);
-    return
-        [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_), gather,
-         x = data_of(inputs[0]), y = data_of(outputs[0]), mode = native_mode(numerics_, gather.pairs * gather.rows)] {
-          cpu::gather_quantized(type, stack.data(), gather, x, y, mode);
-        };
+    return [type = native_type(inputs[0].dtype()), stack = native_quantized(inputs[1], inputs[2], inputs[3], format_),
+            gather, x = data_of(inputs[0]), y = data_of(outputs[0]),
+            mode = native_mode(numerics_, gather.pairs * gather.rows)] {
+      cpu::gather_quantized(type, stack.data(), gather, x, y, mode);
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -178,7 +178,7 @@ class GatherQmm final : public GatherPrimitive {
   }
 
  private:
-  AffineFormat format_;
+  QuantizedFormat format_;
   bool sorted_;  // tells no results apart
 };
 
@@ -190,12 +190,12 @@ std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, 
                                         const std::optional<mx::array>& global_scale, bool sorted_indices,
                                         mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const AffineFormat format = affine_format(op, group_size, bits, transpose, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, transpose, mode);
   if (x.ndim() < 2) {
     checks::fail(op, "x has shape ", x.shape(), ": expected at least two dimensions");
   }
   check_indices(op, lhs_indices, rhs_indices);
-  check_affine(op, x, w, scales, biases, format);
+  check_quantized(op, x, w, scales, biases, format);
   const bool affine = format.has_biases();
   if (global_scale) {
     if (format.mode != cpu::QuantizedMode::nvfp4) {
@@ -242,7 +242,7 @@ mx::array gather_qmm_of_mx(const mx::array& x, const mx::array& w, const mx::arr
 }  // namespace
 
 Launch tiled_product(const ExpertTiles& tiles, const Arrays& inputs, const mx::array* bias, const mx::array& y,
-                     const AffineFormat& format, const GatherQmmParams& params) {
+                     const QuantizedFormat& format, const GatherQmmParams& params) {
   Launch launch;
   launch.file = tiles_file;
   launch.kernel = kernel_name(inputs[0].dtype(), op, "tiles_", format_name(format), "_", tiles.plan.tile_rows);

@@ -9,7 +9,7 @@
 #include "cpu/parallel.h"
 #include "cpu/moe/weighted_sum.h"
 #include "mlx/ops.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/moe/gather.h"
 #include "ops/moe/plan.h"
 #include "python/registry.h"
@@ -39,7 +39,7 @@ ExpertSizes sizes_of_sums(const mx::array& x, const mx::array& w) {
 
 // Of mx operations, the products ours where they are covered; the sum is in float32.
 mx::array of_products(const mx::array& x, const Arrays& stack, const mx::array& indices, const mx::array& weights,
-                      const std::optional<mx::array>& bias, const AffineFormat& format, mx::Dtype dtype,
+                      const std::optional<mx::array>& bias, const QuantizedFormat& format, mx::Dtype dtype,
                       mx::Stream stream) {
   const auto biases = format.has_biases() ? std::optional(stack[2]) : std::nullopt;
   mx::array y =
@@ -57,7 +57,7 @@ mx::array of_products(const mx::array& x, const Arrays& stack, const mx::array& 
 // uint32, and in float32 or x's dtype -> y [.., outputs].
 class GatherSum : public KernelPrimitive {
  public:
-  GatherSum(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+  GatherSum(mx::Stream stream, QuantizedFormat format) : KernelPrimitive(stream), format_(format) {}
 
   const char* name() const override {
     return "MittensGatherSum";
@@ -82,8 +82,8 @@ class GatherSum : public KernelPrimitive {
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
     copies = {contiguous_rows(inputs[0], stream())};
     Arrays triple(inputs.begin() + 1, inputs.begin() + 4);
-    if (!is_prepared_affine(triple[0], triple[1], triple[2])) {
-      triple = prepared_affine(triple[0], triple[1], triple[2], stream());
+    if (!is_prepared_triple(triple[0], triple[1], triple[2])) {
+      triple = prepared_triple(triple[0], triple[1], triple[2], stream());
     }
     copies.insert(copies.end(), triple.begin(), triple.end());
     for (size_t i = 4; i < inputs.size(); ++i) {
@@ -139,16 +139,16 @@ class GatherSum : public KernelPrimitive {
         .columns = static_cast<size_t>(inputs[0].shape(-1)),
         .outputs = static_cast<size_t>(inputs[1].shape(-2)),
     };
-    return
-        [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_), gather,
-         x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr, weights = data_of(inputs.back()),
-         weights_type = native_type(inputs.back().dtype()), chosen = static_cast<size_t>(inputs[0].shape(-2)),
-         y = data_of(outputs[0]), mode = native_mode(numerics_, gather.pairs)] {
-          const cpu::Scratch products(gather.pairs * gather.outputs);
-          cpu::gather_quantized(type, stack.data(), gather, x, products.data(), mode);
-          cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, weights_type, y,
-                            gather.pairs / chosen, chosen, gather.outputs);
-        };
+    return [type = native_type(inputs[0].dtype()), stack = native_quantized(inputs[1], inputs[2], inputs[3], format_),
+            gather, x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr,
+            weights = data_of(inputs.back()), weights_type = native_type(inputs.back().dtype()),
+            chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0]),
+            mode = native_mode(numerics_, gather.pairs)] {
+      const cpu::Scratch products(gather.pairs * gather.outputs);
+      cpu::gather_quantized(type, stack.data(), gather, x, products.data(), mode);
+      cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, weights_type, y,
+                        gather.pairs / chosen, chosen, gather.outputs);
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -183,7 +183,7 @@ class GatherSum : public KernelPrimitive {
     return in_order(std::move(tiles.launch), std::move(product), std::move(sum));
   }
 
-  AffineFormat format_;
+  QuantizedFormat format_;
   Numerics numerics_ = numerics();  // at the time of the call
 };
 
@@ -194,14 +194,14 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
                      const std::optional<mx::array>& bias, std::optional<int> group_size, std::optional<int> bits,
                      const std::string& mode, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   if (x.ndim() < 2) {
     checks::fail(op, "x has shape ", x.shape(), ": expected at least two dimensions");
   }
   if (!mx::issubdtype(indices.dtype(), mx::integer)) {
     checks::fail<DtypeError>(op, "indices has dtype ", indices.dtype(), ": expected integers");
   }
-  check_affine(op, x, w, scales, biases, format);
+  check_quantized(op, x, w, scales, biases, format);
   const mx::Shape pairs(x.shape().begin(), x.shape().end() - 1);
   for (const auto& [name, array] : {std::pair("indices", &indices), std::pair("weights", &weights)}) {
     if (array->shape() != pairs) {
@@ -232,7 +232,7 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
     fallback(op, reason);
   }
   if (!reason.empty() || is_bias ||
-      prefer_mx_experts(experts_problem(op, dtype, affine_number(format), false, sizes), 1, stream)) {
+      prefer_mx_experts(experts_problem(op, dtype, format_number(format), false, sizes), 1, stream)) {
     return of_products(x, {w, scales, biases.value_or(scales)}, indices, weights, bias, format, dtype, stream);
   }
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };

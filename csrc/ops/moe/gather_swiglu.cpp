@@ -12,7 +12,7 @@
 
 #include "mlx/ops.h"
 #include "ops/matmul/activation.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/moe/gather.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -40,7 +40,7 @@ using Triple = Arrays;
 // Two stacks of w, scales and biases, and biases of outputs if there are any.
 struct Experts {
   Arrays stacks;
-  AffineFormat format;
+  QuantizedFormat format;
   Activation activation;
 };
 
@@ -60,14 +60,14 @@ mx::array of_products(const mx::array& x, const Experts& experts, const std::opt
 }
 
 // w: of gate or of up.
-Problem problem_of(const mx::array& x, const mx::array& w, const Pairs& pairs, const AffineFormat& format, bool sorted,
-                   mx::Dtype dtype) {
-  return experts_problem(op, dtype, affine_number(format), sorted, expert_sizes(x, pairs, w, w.shape(-2)));
+Problem problem_of(const mx::array& x, const mx::array& w, const Pairs& pairs, const QuantizedFormat& format,
+                   bool sorted, mx::Dtype dtype) {
+  return experts_problem(op, dtype, format_number(format), sorted, expert_sizes(x, pairs, w, w.shape(-2)));
 }
 
 class GatherSwiglu : public GatherPrimitive {
  public:
-  GatherSwiglu(mx::Stream stream, AffineFormat format, Activation activation, size_t stacks)
+  GatherSwiglu(mx::Stream stream, QuantizedFormat format, Activation activation, size_t stacks)
       : GatherPrimitive(stream, stacks), format_(format), activation_(activation) {}
 
   const char* name() const override {
@@ -150,8 +150,8 @@ class GatherSwiglu : public GatherPrimitive {
       return;
     }
     for (size_t first : {0, 3}) {
-      if (!is_prepared_affine(stacks[first], stacks[first + 1], stacks[first + 2])) {
-        const Arrays ready = prepared_affine(stacks[first], stacks[first + 1], stacks[first + 2], stream());
+      if (!is_prepared_triple(stacks[first], stacks[first + 1], stacks[first + 2])) {
+        const Arrays ready = prepared_triple(stacks[first], stacks[first + 1], stacks[first + 2], stream());
         std::copy(ready.begin(), ready.end(), stacks.begin() + static_cast<ptrdiff_t>(first));
       }
     }
@@ -163,8 +163,8 @@ class GatherSwiglu : public GatherPrimitive {
     }
     const cpu::Gather gather = native_gather(inputs);
     return [type = native_type(inputs[0].dtype()), activation = cpu::Activation{activation_.alpha, activation_.beta},
-            gate = native_affine(inputs[1], inputs[2], inputs[3], format_),
-            up = native_affine(inputs[4], inputs[5], inputs[6], format_), gather, x = data_of(inputs[0]),
+            gate = native_quantized(inputs[1], inputs[2], inputs[3], format_),
+            up = native_quantized(inputs[4], inputs[5], inputs[6], format_), gather, x = data_of(inputs[0]),
             y = data_of(outputs[0]), mode = native_mode(numerics_, gather.pairs * gather.rows)] {
       cpu::gather_swiglu(type, activation, gate.data(), up.data(), gather, x, y, mode);
     };
@@ -181,7 +181,7 @@ class GatherSwiglu : public GatherPrimitive {
     return stacks() > 6;
   }
 
-  AffineFormat format_;
+  QuantizedFormat format_;
   Activation activation_;
 };
 
@@ -191,7 +191,7 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
                         const std::optional<std::pair<mx::array, mx::array>>& bias, const std::string& activation,
                         bool sorted_indices, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   const Activation& known = activation_of(op, activation, true);
   if (x.ndim() < 2) {
     checks::fail(op, "x has shape ", x.shape(), ": expected at least two dimensions");
@@ -203,7 +203,7 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
   for (const auto& [name, triple] : {std::pair("gate", &gate), std::pair("up", &up)}) {
     check_triple_size(op, name, *triple, format);
     const auto& arrays = *triple;
-    check_affine(op, x, arrays[0], arrays[1], affine ? std::optional(arrays[2]) : std::nullopt, format);
+    check_quantized(op, x, arrays[0], arrays[1], affine ? std::optional(arrays[2]) : std::nullopt, format);
     stacks.insert(stacks.end(), {arrays[0], arrays[1], arrays[affine ? 2 : 1]});
   }
   if (stacks[3].shape() != stacks[0].shape()) {
@@ -288,7 +288,7 @@ namespace {
 bool takes_unsorted_experts(const mx::array& x, const mx::array& w, const mx::array& indices,
                             std::optional<int> group_size, std::optional<int> bits, const std::string& mode) {
   const Uncounted uncounted;
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   if (x.ndim() == 0 || w.ndim() < 2 || why_not_covered(format)) {
     return false;
   }

@@ -12,7 +12,7 @@
 
 #include "mlx/ops.h"
 #include "ops/matmul/activation.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/matmul/normed_row.h"
 #include "ops/moe/gather.h"
 #include "ops/moe/mixture_primitive.h"
@@ -87,7 +87,7 @@ void check_shapes(const Arrays& arrays, bool has_shared) {
 Call checked(const mx::array& x, const mx::array& logits, const RouteOptions& choice, const Weights& given,
              std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
              const std::string& activation, mx::Stream stream) {
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   const Activation& known = activation_of(op, activation, true);
   if (x.ndim() < 1) {
     checks::fail(op, "x has no dimensions: expected at least one");
@@ -123,8 +123,8 @@ Call checked(const mx::array& x, const mx::array& logits, const RouteOptions& ch
   check_shapes(arrays, has_shared);
   for (size_t i = 0; i < triples.size(); ++i) {
     const bool is_down = i == kDown || i == kSharedDown;
-    check_affine(op, is_down ? arrays[0].shape(1) : x.shape(-1), arrays[3 * i], arrays[3 * i + 1],
-                 affine ? std::optional(arrays[3 * i + 2]) : std::nullopt, format);
+    check_quantized(op, is_down ? arrays[0].shape(1) : x.shape(-1), arrays[3 * i], arrays[3 * i + 1],
+                    affine ? std::optional(arrays[3 * i + 2]) : std::nullopt, format);
   }
   const int experts = arrays[0].shape(0);
   if (logits.shape(-1) != experts) {
@@ -177,7 +177,7 @@ bool goes_to_kernels(const Call& call, mx::Stream stream) {
   return runs_kernels(stream) && has_common_kernels(parts.format) && parts.places() <= kMostSummed &&
          has_route_kernel(gate.shape(0), parts.routing, stream) && x.size() > 0 && gate.size() > 0 &&
          call.inputs[MixtureParts::triple(kDown)].size() > 0 && !why_not_launched(tokens * parts.places(), 1, stream) &&
-         !prefer_mx_experts(experts_problem(op, x.dtype(), affine_number(parts.format), false, sizes), 0, stream);
+         !prefer_mx_experts(experts_problem(op, x.dtype(), format_number(parts.format), false, sizes), 0, stream);
 }
 
 // The call on kernels. If x is a norm whose row another product has taken in, this does too.

@@ -72,7 +72,7 @@ class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn 
   // The parts one after another, by ops of their own where these have kernels.
   mx::array of_parts(const Arrays& inputs) {
     const mx::Stream s = stream();
-    const AffineFormat& format = parts_.format;
+    const QuantizedFormat& format = parts_.format;
     const mx::array x = parts_.row ? compose_row({inputs[0], inputs[parts_.squares()]}, *parts_.row, s) : inputs[0];
     const auto router_bias = parts_.has_router_bias ? std::optional(inputs[parts_.router_bias()]) : std::nullopt;
     const auto choice = chosen_experts(inputs[MixtureParts::logits], router_bias, parts_.routing, s);
@@ -237,7 +237,7 @@ class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn 
     const size_t first = MixtureParts::triple(triple);
     MixtureParams params{};
     QuantizedParams& weights = params.experts.weights;
-    weights = affine_params(inputs[first], inputs[first + 1], inputs[first + 2], parts_.format);
+    weights = quantized_params(inputs[first], inputs[first + 1], inputs[first + 2], parts_.format);
     weights.matrices = places;
     weights.rows = 1;
     weights.columns =
@@ -264,7 +264,7 @@ class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn 
     for (const auto& triples : {stacks, alone}) {
       for (int triple : triples) {
         const size_t first = MixtureParts::triple(triple);
-        if (are_alike && is_prepared_affine(arrays[first], arrays[first + 1], arrays[first + 2])) {
+        if (are_alike && is_prepared_triple(arrays[first], arrays[first + 1], arrays[first + 2])) {
           continue;
         }
         for (size_t i = 0; i < 3; ++i) {

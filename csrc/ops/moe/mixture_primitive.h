@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "ops/matmul/activation.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/matmul/normed_row.h"
 #include "ops/moe/route.h"
 #include "runtime/primitive.h"
@@ -20,7 +20,7 @@ enum { kBiases = 3 };
 
 // Which inputs there are.
 struct MixtureParts {
-  AffineFormat format;
+  QuantizedFormat format;
   Activation activation;
   Routing routing;
   bool has_shared;

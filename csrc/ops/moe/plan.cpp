@@ -76,13 +76,13 @@ cpu::ProductMode native_mode(const Numerics& numerics, size_t rows) {
   return {numerics.exact && rows <= most_exact_rows, numerics.int8};
 }
 
-bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts) {
+bool shares_experts(const QuantizedFormat& format, uint32_t matrices, size_t pairs, size_t experts) {
   // From there on it was faster on an H100 (bench/results/h100.md); predicted for Apple GPUs in shared-experts.md.
   return !is_exact() && has_common_kernels(format) && experts > 0 && matrices * pairs >= 2 * experts;
 }
 
-uint32_t expert_tile_rows(const AffineFormat& format) {
-  return plan_tiles(affine_tiles(format, 1), {1, 64, 1, 1}).rows;  // the larger of the format's
+uint32_t expert_tile_rows(const QuantizedFormat& format) {
+  return plan_tiles(quantized_tiles(format, 1), {1, 64, 1, 1}).rows;  // the larger of the format's
 }
 
 bool has_dense_expert_tiles(size_t columns, size_t outputs, mx::Dtype dtype) {

@@ -62,7 +62,7 @@ bool has_all_routes(mx::Stream stream);
 cpu::ProductMode native_mode(const Numerics& numerics, size_t rows);
 
 // Whether pairs of the same expert are one product.
-bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts);
+bool shares_experts(const QuantizedFormat& format, uint32_t matrices, size_t pairs, size_t experts);
 
 // Tiles of rows that have the same expert.
 struct ExpertTilesPlan {
@@ -71,7 +71,7 @@ struct ExpertTilesPlan {
 };
 
 // Rows of a tile by quantized and by dense experts.
-uint32_t expert_tile_rows(const AffineFormat& format);
+uint32_t expert_tile_rows(const QuantizedFormat& format);
 inline constexpr uint32_t dense_expert_tile_rows = 64;
 
 ExpertTilesPlan plan_expert_tiles(uint32_t tile_rows, const ExpertSizes& sizes);

@@ -13,7 +13,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "mlx/ops.h"
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 #include "ops/matmul/normed_row.h"
 #include "ops/matmul/plan.h"
 #include "ops/matmul/quantized_matmul.h"
@@ -43,7 +43,7 @@ constexpr size_t state_input = 4;
 // [channels, taps], conv_bias [channels], if there is one, and squares [blocks] -> y [1, channels], and the next state.
 class ShortConvProduct : public KernelPrimitive {
  public:
-  ShortConvProduct(mx::Stream stream, AffineFormat format, NormOfRow norm)
+  ShortConvProduct(mx::Stream stream, QuantizedFormat format, NormOfRow norm)
       : KernelPrimitive(stream), format_(format), norm_(norm) {}
 
   const char* name() const override {
@@ -61,7 +61,7 @@ class ShortConvProduct : public KernelPrimitive {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    const bool as_is = is_prepared_affine(inputs[1], inputs[2], inputs[3]) && is_contiguous(inputs[0]) &&
+    const bool as_is = is_prepared_triple(inputs[1], inputs[2], inputs[3]) && is_contiguous(inputs[0]) &&
                        std::all_of(inputs.begin() + state_input, inputs.end(), is_contiguous);
     return as_is ? inputs : row_contiguous(inputs, stream(), copies, 16);
   }
@@ -76,7 +76,7 @@ class ShortConvProduct : public KernelPrimitive {
     const mx::array& state = inputs[state_input];
     const auto channels = static_cast<uint32_t>(outputs[0].shape(-1));
     ConvolvedProductParams params{};
-    params.weights = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    params.weights = quantized_params(inputs[1], inputs[2], inputs[3], format_);
     params.weights.rows = 1;
     params.weights.columns = static_cast<uint32_t>(inputs[0].shape(-1));
     params.weights.outputs = channels;
@@ -112,7 +112,7 @@ class ShortConvProduct : public KernelPrimitive {
     return inputs.size() > 7;
   }
 
-  AffineFormat format_;
+  QuantizedFormat format_;
   NormOfRow norm_;
 };
 
@@ -126,10 +126,10 @@ std::optional<std::pair<mx::array, mx::array>> short_conv_token_of_norm(
   if (!multiplies_several(stream) || !shares_norm(stream) || is_switched_off(op) || leading_size(x, 1) != 1) {
     return std::nullopt;
   }
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const QuantizedFormat format = quantized_format(op, group_size, bits, true, mode);
   check_triple_size(op, "the projection", triple, format);
   const auto biases = format.has_biases() ? std::optional(triple[2]) : std::nullopt;
-  const AffineShape shape = check_affine(op, x, triple[0], triple[1], biases, format);
+  const QuantizedShape shape = check_quantized(op, x, triple[0], triple[1], biases, format);
   const mx::array weight = taps_of_channels(op, conv_weight, {}, stream);
   const int channels = weight.shape(0);
   if (triple[0].ndim() != 2 || shape.outputs != 3 * channels) {
@@ -148,7 +148,7 @@ std::optional<std::pair<mx::array, mx::array>> short_conv_token_of_norm(
   }
   const auto count = [](int n) { return static_cast<uint32_t>(n); };
   const ProductSizes sizes{1, 1, count(shape.columns), count(shape.outputs)};
-  const Problem product = product_problem("quantized_matmuls", x.dtype(), affine_number(format), sizes);
+  const Problem product = product_problem("quantized_matmuls", x.dtype(), format_number(format), sizes);
   const Problem convolution = {op, x.dtype(), 0, {1, problem_size(channels), problem_size(weight.shape(1)), 1}};
   if (prefer_mx(product, nullptr, stream) || prefer_mx(convolution, nullptr, stream)) {
     return std::nullopt;

@@ -8,12 +8,12 @@
 namespace mittens {
 
 // For heads of D elements, and values as wide. B, C: blocks of 8 rows of queries and of 8 keys at a time.
-template <typename Type, int D, Share shared, int B, int C>
+template <typename Type, int D, Phase served, int B, int C>
 struct AheadShape {
   using T = Type;
   using Operand = T;
-  static constant constexpr Share share = shared;
-  static constant constexpr int simdgroups = attention_simdgroups<share>(D);
+  static constant constexpr Phase phase = served;
+  static constant constexpr int simdgroups = attention_simdgroups<phase>(D);
   static constant constexpr int slices = 1;
   static constant constexpr int columns = D;  // of the values
   static constant constexpr int width = D;
@@ -23,8 +23,8 @@ struct AheadShape {
   static_assert(attention_key_blocks_ahead % C == 0, "plans count steps of so many keys");
   // Threadgroup memory, as of AttentionShape.
   static constant constexpr int queries = D * rows * sizeof(Operand) / 16;
-  static constant constexpr int all_queries = share == Share::rows ? simdgroups * queries : queries;
-  static constant constexpr int sums = share == Share::rows ? 0 : (columns / 8 + 2) * 32 / 2;
+  static constant constexpr int all_queries = phase == Phase::prompt ? simdgroups * queries : queries;
+  static constant constexpr int sums = phase == Phase::prompt ? 0 : (columns / 8 + 2) * 32 / 2;
   static constant constexpr int scratch = all_queries > sums ? all_queries : sums;
 };
 
@@ -180,7 +180,7 @@ inline void attention_ahead(
   constexpr int B = Shape::blocks;
   constexpr int C = Shape::key_blocks;
   constexpr int N = Shape::columns / 8;
-  constexpr bool shares_keys = Shape::share == Share::keys;
+  constexpr bool shares_keys = Shape::phase == Phase::decode;
   if (!shares_keys && place.first >= place.rows) {
     return;
   }

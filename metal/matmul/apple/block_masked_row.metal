@@ -10,7 +10,7 @@
 
 #include "matmul/apple/block_masks.h"
 #include "matmul/outputs.h"
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 #include "mittens/pack.h"
 #include "params/matmul.h"

@@ -1,4 +1,5 @@
-// The schedule of products of many rows of x with rows of weights by 8x8 matrices, over the sources of matmul/rows.h.
+// The schedule of products of many rows of x with rows of weights by 8x8 matrices, over the sources of
+// matmul/row_products.h.
 //
 // A threadgroup has 8 MB rows of x and, of each of N sources, 8 NB outputs for each of its simdgroups, which multiply
 // all of the rows with outputs of their own. So only x goes through threadgroup memory, and weights are unpacked once
@@ -12,7 +13,7 @@
 // widened once, when x is staged.
 #pragma once
 
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/source/affine.h"
 #include "mittens/source/dense.h"
 #include "mittens/tile.h"

@@ -1,5 +1,5 @@
 // The schedule of products of many rows of x with weights [columns, outputs] by 8x8 matrices, over the sources of
-// matmul/rows.h.
+// matmul/row_products.h.
 //
 // A simdgroup has 8 MB rows of x and four runs of outputs, so that each of the four lanes that hold a row of a
 // right-hand matrix loads and unpacks a run of its own, and matrix j has elements 2 j and 2 j + 1 of each run. Simdgroups

@@ -97,7 +97,7 @@ template <typename T, int bits, int M>
       const uint k = column + i * workers;
       float q[owned];
       unpack_owned<bits>(words[i], params.two23, q);
-      if constexpr (is_same_v<T, float>) {  // the weights themselves, as in matmul/rows.h
+      if constexpr (is_same_v<T, float>) {  // the weights themselves, as in matmul/row_products.h
 #pragma unroll
         for (int j = 0; j < owned; ++j) {
           q[j] = dequantized_weight<bits>(q[j], j % (32 / bits), row_scales[i], row_biases[i]);

@@ -1,5 +1,5 @@
 // One row of x with 4-bit weights, in half types (matmul/nvidia/mma_row.h; row_by_matrices in
-// csrc/ops/matmul/affine.cpp says where):
+// csrc/ops/matmul/quantized_weights.cpp says where):
 //
 //   y[n] = sum_k x[k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //

@@ -1,5 +1,5 @@
 // As matmul/quantized_swiglu.metal, for rows of x one by one with 4-bit weights, in half types (matmul/nvidia/mma_row.h;
-// row_by_matrices in csrc/ops/matmul/affine.cpp says where):
+// row_by_matrices in csrc/ops/matmul/quantized_weights.cpp says where):
 //
 //   y[n] = activate(sum_k x[k] * gate[n, k]) * sum_k x[k] * up[n, k],   as matmul/activation.h
 //

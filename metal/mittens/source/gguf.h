@@ -32,8 +32,9 @@
 
 namespace mittens {
 
-// A run of a block as values of products by rows (matmul/rows.h). Bytes become the mantissa of 1 / 64, or of 1024 where
-// sums are of weights and not of integers. Floats of 4 bits become a half's bits, too small by a power of two.
+// A run of a block as values of products by rows (matmul/row_products.h). Bytes become the mantissa of 1 / 64, or of
+// 1024 where sums are of weights and not of integers. Floats of 4 bits become a half's bits, too small by a power of
+// two.
 template <BlockKind kind, int E, bool of_weights>
 struct BlockValues {
   using Words = BlockOf<kind, E>;

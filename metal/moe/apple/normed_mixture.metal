@@ -3,7 +3,7 @@
 
 #include "matmul/normed_row.h"
 #include "matmul/quantized_rows.h"
-#include "matmul/rows.h"
+#include "matmul/row_products.h"
 #include "mittens/instantiate.h"
 #include "moe/route.h"
 #include "moe/shared_pairs.h"

@@ -12,7 +12,7 @@ constexpr size_t tasks_per_thread = 4;
 constexpr size_t serial_products = 512 << 10;  // fewer are done sooner than another thread wakes up
 
 // How the work is cut: heads times blocks of rows times shares of the keys.
-struct AttentionPlan {
+struct AttentionSplit {
   size_t heads;
   size_t rows;  // of a head
   size_t block_rows;  // of one task
@@ -22,64 +22,65 @@ struct AttentionPlan {
   size_t grain;
 };
 
-static AttentionPlan plan_attention(const Attention& call) {
+static AttentionSplit split_attention(const Attention& call) {
   constexpr size_t block_floats = 32 << 10;  // of queries and results that a task keeps close
   constexpr size_t fewest_share_keys = 256;
-  AttentionPlan plan;
-  plan.heads = call.batch * call.key_heads;
-  plan.rows = call.heads / call.key_heads * call.queries;
-  const size_t wanted = ceil_divide(tasks_per_thread * threads(), plan.heads);
-  if (plan.rows <= few_rows) {
-    plan.block_rows = plan.rows;
+  AttentionSplit split;
+  split.heads = call.batch * call.key_heads;
+  split.rows = call.heads / call.key_heads * call.queries;
+  const size_t wanted = ceil_divide(tasks_per_thread * threads(), split.heads);
+  if (split.rows <= few_rows) {
+    split.block_rows = split.rows;
   } else {
     const size_t lanes = wide * width;
     const size_t most = block_floats / (call.width + call.value_width) / lanes * lanes;
-    const size_t balanced = ceil_divide(ceil_divide(plan.rows, wanted), lanes) * lanes;
-    plan.block_rows = smaller(most > lanes ? most : lanes, balanced);
+    const size_t balanced = ceil_divide(ceil_divide(split.rows, wanted), lanes) * lanes;
+    split.block_rows = smaller(most > lanes ? most : lanes, balanced);
   }
-  plan.blocks = ceil_divide(plan.rows, plan.block_rows);
+  split.blocks = ceil_divide(split.rows, split.block_rows);
   const size_t keys = call.window ? smaller(call.keys, call.window + call.queries) : call.keys;
   const size_t most_shares = ceil_divide(keys, fewest_share_keys);
-  plan.shares = smaller(ceil_divide(wanted, plan.blocks), most_shares);
-  plan.share_keys = ceil_divide(ceil_divide(call.keys, plan.shares), 64) * 64;
-  plan.shares = ceil_divide(call.keys, plan.share_keys);
-  const size_t products = plan.rows * keys * (call.width + call.value_width) * plan.heads;
-  plan.grain = products < serial_products ? plan.heads * plan.blocks * plan.shares : 1;
-  return plan;
+  split.shares = smaller(ceil_divide(wanted, split.blocks), most_shares);
+  split.share_keys = ceil_divide(ceil_divide(call.keys, split.shares), 64) * 64;
+  split.shares = ceil_divide(call.keys, split.share_keys);
+  const size_t products = split.rows * keys * (call.width + call.value_width) * split.heads;
+  split.grain = products < serial_products ? split.heads * split.blocks * split.shares : 1;
+  return split;
 }
 
 template <typename T>
 static void run_attention(const Attention& call) {
-  const AttentionPlan plan = plan_attention(call);
+  const AttentionSplit split = split_attention(call);
   const size_t row_size = Partials::row_size(call.value_width);
-  const size_t head_size = plan.shares * plan.rows * row_size;
-  const Scratch scratch(plan.shares > 1 ? plan.heads * head_size : 0);
+  const size_t head_size = split.shares * split.rows * row_size;
+  const Scratch scratch(split.shares > 1 ? split.heads * head_size : 0);
   const auto partials = [&](size_t head) {
-    return Partials(plan.shares > 1 ? scratch.data() + head * head_size : nullptr, call.value_width, plan.rows);
+    return Partials(split.shares > 1 ? scratch.data() + head * head_size : nullptr, call.value_width, split.rows);
   };
-  parallel_for(plan.heads * plan.blocks * plan.shares, plan.grain, [&](size_t begin, size_t end) {
+  parallel_for(split.heads * split.blocks * split.shares, split.grain, [&](size_t begin, size_t end) {
     for (size_t task = begin; task < end; ++task) {
-      const size_t share = task % plan.shares;
+      const size_t share = task % split.shares;
       // The last rows of a causal call see the most keys: they come first.
-      const size_t block = plan.blocks - 1 - task / plan.shares % plan.blocks;
-      const size_t index = task / plan.shares / plan.blocks;
+      const size_t block = split.blocks - 1 - task / split.shares % split.blocks;
+      const size_t index = task / split.shares / split.blocks;
       const Head<T> head(call, index);
-      const Range keys{share * plan.share_keys, smaller((share + 1) * plan.share_keys, call.keys)};
-      if (plan.rows <= few_rows) {
-        FewRows<T>(head, 0, plan.rows).run(keys, share, partials(index));
+      const Range keys{share * split.share_keys, smaller((share + 1) * split.share_keys, call.keys)};
+      if (split.rows <= few_rows) {
+        FewRows<T>(head, 0, split.rows).run(keys, share, partials(index));
       } else {
-        const size_t first = block * plan.block_rows;
-        RowBlock<T>(head, first, smaller(plan.block_rows, plan.rows - first)).run(keys, share, partials(index));
+        const size_t first = block * split.block_rows;
+        RowBlock<T>(head, first, smaller(split.block_rows, split.rows - first)).run(keys, share, partials(index));
       }
     }
   });
-  if (plan.shares > 1) {
-    parallel_for(plan.heads * plan.rows, ceil_divide(plan.heads * plan.rows, threads()), [&](size_t begin, size_t end) {
-      for (size_t i = begin; i < end; ++i) {
-        const Head<T> head(call, i / plan.rows);
-        combine(head, partials(i / plan.rows), i % plan.rows, {0, plan.shares});
-      }
-    });
+  if (split.shares > 1) {
+    parallel_for(split.heads * split.rows, ceil_divide(split.heads * split.rows, threads()),
+                 [&](size_t begin, size_t end) {
+                   for (size_t i = begin; i < end; ++i) {
+                     const Head<T> head(call, i / split.rows);
+                     combine(head, partials(i / split.rows), i % split.rows, {0, split.shares});
+                   }
+                 });
   }
 }
 

@@ -4,7 +4,7 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/isa/attention/attention_vectors.h"
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

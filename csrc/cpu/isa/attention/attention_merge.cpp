@@ -1,6 +1,7 @@
+// Merges the attention of shared keys with each row's own, by their logsumexps (cascade_attention).
 #include "cpu/attention/cascade_attention.h"
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

@@ -1,7 +1,7 @@
 // Affine quantization of a group of columns.
 #pragma once
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

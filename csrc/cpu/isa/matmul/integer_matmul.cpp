@@ -1,3 +1,4 @@
+// Products of few rows of x as integers with quantized weights, dot product by dot product.
 #include "cpu/matmul/integer_matmul.h"
 
 #include "cpu/isa/matmul/integer_calls.h"

@@ -1,3 +1,4 @@
+// Products of many rows of x as integers with quantized weights, by panels of both.
 #include "cpu/matmul/integer_matmul.h"
 
 #include "cpu/isa/matmul/integer_calls.h"

@@ -2,7 +2,7 @@
 
 #include "cpu/isa/matmul/weights.h"
 #include "cpu/matmul/packed_rows.h"
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

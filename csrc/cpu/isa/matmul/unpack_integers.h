@@ -1,7 +1,7 @@
 // Integers as mx.quantize packs them, and floats of few bits, as the bytes of PackedRows.
 #pragma once
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 #include "cpu/matmul/packed_rows.h"
 
 namespace mittens::cpu::MITTENS_ISA {

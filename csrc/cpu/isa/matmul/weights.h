@@ -15,7 +15,7 @@
 
 #include "cpu/matmul/gguf.h"
 #include "cpu/isa/matmul/unpack_integers.h"
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 #include "cpu/matmul/quantized_matmul.h"
 
 // Without AVX2 every format is unpacked by a function of its own, and half types are widened, before a product: such

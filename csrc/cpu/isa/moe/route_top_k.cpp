@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

@@ -2,7 +2,7 @@
 // then the sum of those in order, with its rounding errors carried along.
 #pragma once
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

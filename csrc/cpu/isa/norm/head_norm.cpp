@@ -1,3 +1,4 @@
+// rms_norm of heads (qk_norm).
 #include "cpu/norm/head_norm.h"
 
 #include "cpu/isa/norm/rms_row.h"

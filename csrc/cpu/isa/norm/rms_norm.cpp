@@ -1,3 +1,4 @@
+// rms_norm, add_rms_norm and their gradients.
 #include "cpu/norm/rms_norm.h"
 
 #include "cpu/isa/norm/gradient_sums.h"

@@ -1,7 +1,7 @@
 // y = round(x / sqrt(mean(x^2) + eps)) * (weight + weight_offset), row by row: a source gives x, a sink takes y.
 #pragma once
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

@@ -1,6 +1,6 @@
 #include "cpu/norm/softmax.h"
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

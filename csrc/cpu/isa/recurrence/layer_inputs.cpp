@@ -1,3 +1,4 @@
+// The inputs of recurrent layers for all steps of a prompt (gated_delta_inputs, ssm_inputs).
 #include "cpu/isa/recurrence/gates.h"
 #include "cpu/recurrence/token_layers.h"
 

@@ -1,3 +1,4 @@
+// The gated delta rule (gated_delta_update).
 #include "cpu/recurrence/recurrence.h"
 
 #include "cpu/isa/recurrence/over_steps.h"

@@ -1,7 +1,7 @@
 // A step of a recurrence on a few rows of the state, which are padded to whole vectors with zeros.
 #pragma once
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 #include "cpu/recurrence/recurrence.h"
 
 namespace mittens::cpu::MITTENS_ISA {

@@ -1,3 +1,4 @@
+// Gradients of the gated delta rule and of state spaces.
 #include "cpu/isa/recurrence/recurrence_rows.h"
 #include "cpu/recurrence/recurrence.h"
 

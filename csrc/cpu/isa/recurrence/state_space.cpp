@@ -1,3 +1,4 @@
+// A state space (ssm_update).
 #include "cpu/isa/recurrence/gates.h"
 #include "cpu/isa/recurrence/over_steps.h"
 #include "cpu/recurrence/recurrence.h"

@@ -1,7 +1,7 @@
 // The steps of metal/sampling/adjust.h.
 #include "cpu/sampling/adjust_logits.h"
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 #include "cpu/isa/sampling/rounding.h"
 
 namespace mittens::cpu::MITTENS_ISA {

@@ -1,7 +1,7 @@
 // The logarithm, and logarithmic probabilities along rows.
 #pragma once
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

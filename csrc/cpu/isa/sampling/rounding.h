@@ -1,7 +1,7 @@
 // Single numbers as the elements of an array have them.
 #pragma once
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

@@ -2,7 +2,7 @@
 // same tokens (but for sums that differ in their last bits where there is no fused multiply-add).
 #include "cpu/sampling/sample.h"
 
-#include "cpu/isa/rows.h"
+#include "cpu/isa/row_op.h"
 #include "cpu/isa/sampling/log_softmax.h"
 #include "cpu/isa/sampling/rounding.h"
 

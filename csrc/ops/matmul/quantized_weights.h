@@ -12,7 +12,7 @@
 
 namespace mittens {
 
-struct AffineFormat {
+struct QuantizedFormat {
   int group_size;
   int bits;
   bool transpose;
@@ -21,41 +21,41 @@ struct AffineFormat {
   bool has_biases() const {
     return mode == cpu::QuantizedMode::affine;
   }
-  bool operator==(const AffineFormat&) const = default;
+  bool operator==(const QuantizedFormat&) const = default;
 };
 
-struct AffineShape {
+struct QuantizedShape {
   int columns;  // of x
   int outputs;
 };
 
 // MLX's defaults where nothing is given; throws unless mx knows mode, bits and group size.
-AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose,
-                           const std::string& mode = "affine");
+QuantizedFormat quantized_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose,
+                                 const std::string& mode = "affine");
 
-const char* mode_name(const AffineFormat& format);
+const char* mode_name(const QuantizedFormat& format);
 
 // The part of kernels' names: 4bit for affine quantization, else the mode. For formats that have kernels.
-const char* format_name(const AffineFormat& format);
+const char* format_name(const QuantizedFormat& format);
 
 // Affine quantization of 4 and 8 bits has all kernels. Other formats have those for Apple GPUs, which then serve on
 // all, and native code.
-bool has_affine_kernels(const AffineFormat& format);
+bool has_affine_kernels(const QuantizedFormat& format);
 
 // Why nothing but mx computes a product; null if kernels, or on a CPU native code, do.
-const char* why_not_covered(const AffineFormat& format);
+const char* why_not_covered(const QuantizedFormat& format);
 
 // Affine quantization of 4 and 8 bits and mxfp4, which most models have.
-bool has_common_kernels(const AffineFormat& format);
+bool has_common_kernels(const QuantizedFormat& format);
 
 // Throws unless a triple, which messages call so, has as many arrays as the format.
-void check_triple_size(const char* op, const std::string& name, const Arrays& triple, const AffineFormat& format);
+void check_triple_size(const char* op, const std::string& name, const Arrays& triple, const QuantizedFormat& format);
 
 // The shape that a triple has; throws where its shapes contradict each other, the format or the columns of x.
-AffineShape check_affine(const char* op, int columns, const mx::array& w, const mx::array& scales,
-                         const std::optional<mx::array>& biases, const AffineFormat& format);
-AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
-                         const std::optional<mx::array>& biases, const AffineFormat& format);
+QuantizedShape check_quantized(const char* op, int columns, const mx::array& w, const mx::array& scales,
+                               const std::optional<mx::array>& biases, const QuantizedFormat& format);
+QuantizedShape check_quantized(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
+                               const std::optional<mx::array>& biases, const QuantizedFormat& format);
 
 // mx's product with quantized weights of any mode, for calls without a kernel.
 mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,
@@ -63,17 +63,17 @@ mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const m
                                  std::optional<int> bits, const std::string& mode, mx::StreamOrDevice where);
 
 // Whether the kernels can read a triple where it lies.
-bool is_prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases);
+bool is_prepared_triple(const mx::array& w, const mx::array& scales, const mx::array& biases);
 
 // A triple as the kernels read it.
-Arrays prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases, mx::Stream stream);
+Arrays prepared_triple(const mx::array& w, const mx::array& scales, const mx::array& biases, mx::Stream stream);
 
 // The params that say where a triple's matrices lie; the arrays have been prepared.
-QuantizedParams affine_params(const mx::array& w, const mx::array& scales, const mx::array& biases,
-                              const AffineFormat& format);
+QuantizedParams quantized_params(const mx::array& w, const mx::array& scales, const mx::array& biases,
+                                 const QuantizedFormat& format);
 
 // The same for the native code, one entry for each matrix.
-std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::array& scales, const mx::array& biases,
-                                                 const AffineFormat& format);
+std::vector<cpu::QuantizedWeights> native_quantized(const mx::array& w, const mx::array& scales,
+                                                    const mx::array& biases, const QuantizedFormat& format);
 
 }  // namespace mittens

@@ -1,3 +1,4 @@
+// Plans of products with weights of every mode of mx.quantize.
 #include "ops/matmul/plan_parts.h"
 
 #include <algorithm>
@@ -14,23 +15,23 @@ namespace {
 
 // On NVIDIA GPUs matrices of floats never pay: they go through shuffles. One row is a product of matrices there, since
 // tensor cores are many times faster than unpacking the weights.
-constexpr Schedule<AffineKernel> affine_schedules[] = {
-    {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, unlimited_rows, 1},
-    {"tiles", AffineKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
-    {"rows", AffineKernel::rows, Where::nvidia, any_rows, any_rows, unlimited_rows},
-    {"qmm_tiles", AffineKernel::qmm_tiles, Where::apple, most_gemv_rows + 1, most_gemv_rows + 1, unlimited_rows},
-    {"qmv", AffineKernel::qmv, Where::anywhere, any_rows, any_rows, unlimited_rows},
-    {"qmm", AffineKernel::qmm, Where::anywhere, any_rows, any_rows, unlimited_rows},
+constexpr Schedule<QuantizedKernel> quantized_schedules[] = {
+    {"mma_row", QuantizedKernel::mma_row, Where::nvidia, any_rows, unlimited_rows, 1},
+    {"tiles", QuantizedKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
+    {"rows", QuantizedKernel::rows, Where::nvidia, any_rows, any_rows, unlimited_rows},
+    {"qmm_tiles", QuantizedKernel::qmm_tiles, Where::apple, most_gemv_rows + 1, most_gemv_rows + 1, unlimited_rows},
+    {"qmv", QuantizedKernel::qmv, Where::anywhere, any_rows, any_rows, unlimited_rows},
+    {"qmm", QuantizedKernel::qmm, Where::anywhere, any_rows, any_rows, unlimited_rows},
 };
 
 // Of matmul/nvidia/tiles.metal.
-Registers tiles_registers(const AffineFormat& format, uint32_t rows, uint32_t run) {
+Registers tiles_registers(const QuantizedFormat& format, uint32_t rows, uint32_t run) {
   const uint32_t most = run == 32 ? (format.bits == 4 ? 128 : 80) : format.bits == 4 ? 168 : rows <= 8 ? 96 : 128;
   return {255, most};
 }
 
-void plan_affine_rows(AffinePlan& plan, const AffineKernels& kernels, const AffineFormat& format,
-                      const ProductSizes& sizes, const Gpu& gpu) {
+void plan_quantized_rows(QuantizedPlan& plan, const QuantizedKernels& kernels, const QuantizedFormat& format,
+                         const ProductSizes& sizes, const Gpu& gpu) {
   const uint32_t together = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), kernels.most_rows);
   const uint32_t lane_columns = lane_words(format.bits, static_cast<int>(together)) * 32 / format.bits;
   const uint32_t chunks = ceil_divide(sizes.columns, 32 * lane_columns);
@@ -40,7 +41,8 @@ void plan_affine_rows(AffinePlan& plan, const AffineKernels& kernels, const Affi
   plan.rows = together;
 }
 
-void plan_affine_mma_row(AffinePlan& plan, const AffineKernels& kernels, const ProductSizes& sizes, const Gpu& gpu) {
+void plan_quantized_mma_row(QuantizedPlan& plan, const QuantizedKernels& kernels, const ProductSizes& sizes,
+                            const Gpu& gpu) {
   constexpr uint32_t products = 8 * kRowBlocks;  // of a simdgroup
   const uint32_t resident_simdgroups = gpu.cores * gpu.resident_simdgroups({207, 128});
   plan.rows = 1;
@@ -51,7 +53,8 @@ void plan_affine_mma_row(AffinePlan& plan, const AffineKernels& kernels, const P
   plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, wanted));  // none has a round less than another needs
 }
 
-void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, const ProductSizes& sizes, const Gpu& gpu) {
+void plan_quantized_tiles(QuantizedPlan& plan, const QuantizedFormat& format, const ProductSizes& sizes,
+                          const Gpu& gpu) {
   constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
   plan.rows = sizes.rows <= 8 ? 8 : 16;
   plan.run = format.group_size == 32 ? 32 : 64;
@@ -86,13 +89,13 @@ SplitTilesPlan plan_split_tiles(const TilesKernels& kernels, uint32_t matrices, 
   return alone;
 }
 
-const Schedules of_affine({"quantized_matmul", "quantized_swiglu"}, affine_schedules);
+const Schedules of_quantized({"quantized_matmul", "quantized_swiglu"}, quantized_schedules);
 
 // Up to these many rows NVIDIA's tiles of 16 rows take less time than mx's product (bench/results/h200-batches.json).
 constexpr uint32_t most_nvidia_rows = 64;
 
 // The outputs that simdgroups of matmul/qmv.metal and matmul/quantized_swiglu.metal have.
-void give_outputs(RowsPlan& plan, const AffineKernels& kernels, mx::Dtype dtype, const ProductSizes& sizes) {
+void give_outputs(RowsPlan& plan, const QuantizedKernels& kernels, mx::Dtype dtype, const ProductSizes& sizes) {
   const int all = row_outputs(static_cast<int>(plan.rows), static_cast<int>(mx::size_of(dtype)));
   const uint32_t outputs = all / kernels.matrices;
   plan.output_blocks = sizes.outputs < outputs ? sizes.outputs : ceil_divide(sizes.outputs, outputs);
@@ -100,53 +103,53 @@ void give_outputs(RowsPlan& plan, const AffineKernels& kernels, mx::Dtype dtype,
 
 }  // namespace
 
-TilesKernels affine_tiles(const AffineFormat& format, uint32_t matrices) {
+TilesKernels quantized_tiles(const QuantizedFormat& format, uint32_t matrices) {
   const bool has_64 = has_affine_kernels(format) || !format.has_biases();
   const uint32_t outputs_32 = format.transpose ? kTileOutputs / matrices : 2 * kTileOutputs;
   return {outputs_32, has_64 ? kTileOutputs / matrices : 0};
 }
 
-AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
-                       const ProductSizes& sizes, mx::Stream stream) {
-  const Choice choice = calibrated(product_problem(kernels.op, dtype, affine_number(format), sizes), stream);
+QuantizedPlan plan_quantized(const QuantizedKernels& kernels, const QuantizedFormat& format, mx::Dtype dtype,
+                             const ProductSizes& sizes, mx::Stream stream) {
+  const Choice choice = calibrated(product_problem(kernels.op, dtype, format_number(format), sizes), stream);
   const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
   const bool all = has_affine_kernels(format);
   const uint32_t most_rows = all ? 4 : 1;  // of x in the kernel by rows, which rare formats have for one
-  AffinePlan plan{};
-  plan.kernel = choose(affine_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](AffineKernel kernel) {
+  QuantizedPlan plan{};
+  plan.kernel = choose(quantized_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](QuantizedKernel kernel) {
     switch (kernel) {
-      case AffineKernel::mma_row:
+      case QuantizedKernel::mma_row:
         return all && sizes.rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
-      case AffineKernel::tiles:
+      case QuantizedKernel::tiles:
         return all && kernels.has_tiles && dtype != mx::float32;
-      case AffineKernel::rows:
+      case QuantizedKernel::rows:
         return all && (!kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1);
-      case AffineKernel::qmm_tiles:
-        return kernels.has_qmm_tiles && has_tile_outputs(affine_tiles(format, kernels.matrices), sizes);
-      case AffineKernel::qmm:
+      case QuantizedKernel::qmm_tiles:
+        return kernels.has_qmm_tiles && has_tile_outputs(quantized_tiles(format, kernels.matrices), sizes);
+      case QuantizedKernel::qmm:
         return true;
-      case AffineKernel::qmv:
+      case QuantizedKernel::qmv:
         return sizes.rows <= most_rows;
     }
     return false;
   });
   switch (plan.kernel) {
-    case AffineKernel::mma_row:
-      plan_affine_mma_row(plan, kernels, sizes, gpu);
+    case QuantizedKernel::mma_row:
+      plan_quantized_mma_row(plan, kernels, sizes, gpu);
       break;
-    case AffineKernel::tiles:
-      plan_affine_tiles(plan, format, sizes, gpu);
+    case QuantizedKernel::tiles:
+      plan_quantized_tiles(plan, format, sizes, gpu);
       break;
-    case AffineKernel::rows:
-      plan_affine_rows(plan, kernels, format, sizes, gpu);
+    case QuantizedKernel::rows:
+      plan_quantized_rows(plan, kernels, format, sizes, gpu);
       break;
-    case AffineKernel::qmm_tiles:
-      plan.by_tiles = plan_split_tiles(affine_tiles(format, kernels.matrices), kernels.matrices, sizes, gpu);
+    case QuantizedKernel::qmm_tiles:
+      plan.by_tiles = plan_split_tiles(quantized_tiles(format, kernels.matrices), kernels.matrices, sizes, gpu);
       break;
-    case AffineKernel::qmm:
+    case QuantizedKernel::qmm:
       plan.by_matrices = plan_matrices(sizes, kMatrixOutputs / kernels.matrices, gpu);
       break;
-    case AffineKernel::qmv:
+    case QuantizedKernel::qmv:
       plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, gpu, most_rows);
       give_outputs(plan.shared, kernels, dtype, sizes);
       break;
@@ -154,23 +157,23 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
   return plan;
 }
 
-AffinePlan plan_affine_exact(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
-                             const ProductSizes& sizes, mx::Stream stream) {
+QuantizedPlan plan_quantized_exact(const QuantizedKernels& kernels, const QuantizedFormat& format, mx::Dtype dtype,
+                                   const ProductSizes& sizes, mx::Stream stream) {
   constexpr uint32_t tile_rows = 8;
   const Gpu& gpu = gpu_of(stream);
-  AffinePlan plan{};
+  QuantizedPlan plan{};
   if (gpu.vendor == Gpu::Vendor::nvidia && has_affine_kernels(format)) {
     const bool has_tiles = kernels.has_tiles && dtype != mx::float32;
-    plan.kernel = has_tiles ? AffineKernel::tiles : AffineKernel::rows;
+    plan.kernel = has_tiles ? QuantizedKernel::tiles : QuantizedKernel::rows;
     if (has_tiles) {
-      plan_affine_tiles(plan, format, {1, tile_rows, sizes.columns, sizes.outputs}, gpu);
+      plan_quantized_tiles(plan, format, {1, tile_rows, sizes.columns, sizes.outputs}, gpu);
     } else {
-      plan_affine_rows(plan, kernels, format, {1, 1, sizes.columns, sizes.outputs}, gpu);
+      plan_quantized_rows(plan, kernels, format, {1, 1, sizes.columns, sizes.outputs}, gpu);
     }
     return plan;
   }
   // Sharers as of one row; the rows and outputs of a simdgroup change no sum.
-  plan.kernel = AffineKernel::qmv;
+  plan.kernel = QuantizedKernel::qmv;
   plan.shared = plan_rows({1, 1, sizes.columns, sizes.outputs}, kRowOutputs / kernels.matrices, gpu, 1);
   if (has_common_kernels(format) && gpu.vendor == Gpu::Vendor::apple) {
     plan.shared.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), uint32_t(kMostExactRows));
@@ -180,7 +183,7 @@ AffinePlan plan_affine_exact(const AffineKernels& kernels, const AffineFormat& f
   return plan;
 }
 
-uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream) {
+uint32_t most_quantized_rows(const QuantizedKernels& kernels, mx::Stream stream) {
   if (stream.device != mx::Device::gpu) {
     return unlimited_rows;
   }
@@ -190,7 +193,7 @@ uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream) {
   return kernels.has_tiles ? most_nvidia_rows : most_gemv_rows;
 }
 
-bool multiplies_int8(const AffineFormat& format, const ProductSizes& sizes, mx::Stream stream) {
+bool multiplies_int8(const QuantizedFormat& format, const ProductSizes& sizes, mx::Stream stream) {
   const bool is_covered = format.transpose && format.has_biases() && format.bits == 4 && sizes.matrices == 1;
   // Few rows are exact where that is asked for, and leave most of a tile empty.
   return is_covered && sizes.rows > most_gemv_rows && sizes.columns > 0 && sizes.outputs > 0 && runs_kernels(stream) &&
@@ -205,8 +208,8 @@ void check_int8_activations(const char* op, mx::Stream stream) {
   }
 }
 
-const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
-                          const ProductSizes& sizes, mx::Stream stream) {
+const char* why_mx_quantized(const QuantizedKernels& kernels, const QuantizedFormat& format, mx::Dtype dtype,
+                             const ProductSizes& sizes, mx::Stream stream) {
   if (!runs_kernels(stream)) {
     return nullptr;
   }
@@ -218,7 +221,7 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
     return tensor_cores;
   }
   if (!format.transpose) {
-    return is_prompt ? why_mx_tiles(affine_tiles(format, kernels.matrices), dtype, sizes, gpu) : nullptr;
+    return is_prompt ? why_mx_tiles(quantized_tiles(format, kernels.matrices), dtype, sizes, gpu) : nullptr;
   }
   if (gpu.vendor == Gpu::Vendor::nvidia) {
     // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
@@ -235,7 +238,7 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
   if (!is_prompt || gpu.has_matrix_units) {
     return nullptr;
   }
-  const TilesKernels tiles = affine_tiles(format, kernels.matrices);
+  const TilesKernels tiles = quantized_tiles(format, kernels.matrices);
   const SplitTilesPlan plan = plan_split_tiles(tiles, kernels.matrices, sizes, gpu);
   const bool are_busy = has_tile_outputs(tiles, sizes) && keep_busy(tiles_of(plan, sizes) * plan.splits, gpu);
   return are_busy ? nullptr : few_tiles;

@@ -3,11 +3,11 @@
 #include <cstdlib>
 #include <map>
 
-#include "simulator/watcher.h"
+#include "simulator/memory_watcher.h"
 
 namespace mittens::simulator {
 
-std::string Watcher::element_of(const std::string& name, int64_t offset, size_t item) {
+std::string MemoryWatcher::element_of(const std::string& name, int64_t offset, size_t item) {
   if (item == 0) {
     return "";
   }
@@ -18,47 +18,47 @@ std::string Watcher::element_of(const std::string& name, int64_t offset, size_t 
 }
 
 // Bytes of an element; the size of the access where the kernel does not declare them.
-size_t Watcher::item_of(const Region& region, size_t accessed) {
+size_t MemoryWatcher::item_of(const Region& region, size_t accessed) {
   return region.item ? region.item : accessed;
 }
 
 // Read once for each library: a launch may be over sooner than its library is read.
-const Lines& Watcher::lines() const {
+const Lines& MemoryWatcher::lines() const {
   static std::map<std::string, Lines> read;  // launches run one at a time
   return read.try_emplace(library_.path(), library_.path()).first->second;
 }
 
-std::string Watcher::where(uint32_t relative) const {
+std::string MemoryWatcher::where(uint32_t relative) const {
   const std::string line = lines().at(relative - 1);  // the address points behind the instruction
   return line.empty() ? "" : " (" + line + ")";
 }
 
-std::string Watcher::where(const void* caller) const {
+std::string MemoryWatcher::where(const void* caller) const {
   return where(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(caller) - library_.base()));
 }
 
-std::string Watcher::text_of(const Access& access) const {
+std::string MemoryWatcher::text_of(const Access& access) const {
   const char* verb = access.kind == kLoad ? " reads " : access.kind == kStore ? " writes " : " atomically accesses ";
   return launch_.running_name() + verb + std::to_string(access.bytes) + (access.bytes == 1 ? " byte" : " bytes") +
          where(access.caller) + " ";
 }
 
-std::string Watcher::place_of(const Region& region, size_t offset) {
+std::string MemoryWatcher::place_of(const Region& region, size_t offset) {
   const char* space = region.space == Region::device ? " of buffer \"" : " of threadgroup array \"";
   return "at byte " + std::to_string(offset) + space + region.name + "\"";
 }
 
-void Watcher::fail(const std::string& what) {
+void MemoryWatcher::fail(const std::string& what) {
   launch_.fail(what);
   std::abort();  // GCC does not see that a virtual function never returns
 }
 
-void Watcher::fail_at(const Region& region, size_t offset, const Access& access, const std::string& what) {
+void MemoryWatcher::fail_at(const Region& region, size_t offset, const Access& access, const std::string& what) {
   fail(text_of(access) + place_of(region, offset) + what +
        element_of(region.name, static_cast<int64_t>(offset), item_of(region, access.bytes)));
 }
 
-std::string Watcher::lines_of(const std::vector<const void*>& callers) const {
+std::string MemoryWatcher::lines_of(const std::vector<const void*>& callers) const {
   std::string file;
   unsigned first = 0;
   unsigned last = 0;

@@ -6,7 +6,7 @@
 
 #include "simulator/runtime.h"
 #include "simulator/texts.h"
-#include "simulator/watcher.h"
+#include "simulator/memory_watcher.h"
 
 namespace mittens::simulator {
 
@@ -39,7 +39,7 @@ std::vector<std::string> take_notes() {
   return taken;
 }
 
-void Watcher::barrier(abi::Scope scope, unsigned simdgroup, unsigned memory) {
+void MemoryWatcher::barrier(abi::Scope scope, unsigned simdgroup, unsigned memory) {
   for (unsigned i = 0; i < 2; ++i) {
     if (!(memory & (i == 0 ? abi::device_memory : abi::threadgroup_memory))) {
       continue;
@@ -54,7 +54,7 @@ void Watcher::barrier(abi::Scope scope, unsigned simdgroup, unsigned memory) {
   }
 }
 
-void Watcher::postpone(const Region& region, size_t offset, const Access& access, const Stamp& other) {
+void MemoryWatcher::postpone(const Region& region, size_t offset, const Access& access, const Stamp& other) {
   const size_t bytes = std::min<size_t>(size_t{1} << region.granule_bits, region.bytes - offset);
   Postponed store{&region, offset, bytes, access, other, {}};
   std::memcpy(store.before, reinterpret_cast<const void*>(region.begin + offset), bytes);
@@ -62,7 +62,7 @@ void Watcher::postpone(const Region& region, size_t offset, const Access& access
 }
 
 // Compares the memory with its state before the postponed stores.
-void Watcher::compare() {
+void MemoryWatcher::compare() {
   const std::vector<Postponed> stores = std::move(postponed_);
   postponed_.clear();
   for (const Postponed& store : stores) {
@@ -79,7 +79,7 @@ void Watcher::compare() {
   }
 }
 
-void Watcher::refine(Region& region, unsigned granule_bits) {
+void MemoryWatcher::refine(Region& region, unsigned granule_bits) {
   const unsigned times = 1u << (region.granule_bits - granule_bits);
   std::vector<Cell> finer;
   finer.reserve(region.cells.size() * times);
@@ -91,7 +91,7 @@ void Watcher::refine(Region& region, unsigned granule_bits) {
   region.granule_bits = granule_bits;
 }
 
-void Watcher::check_cells(Region& region, size_t offset, const Access& access) {
+void MemoryWatcher::check_cells(Region& region, size_t offset, const Access& access) {
   while (region.granule_bits > 0 && ((offset | access.bytes) & ((size_t{1} << region.granule_bits) - 1))) {
     refine(region, region.granule_bits - 1);
   }
@@ -107,13 +107,13 @@ void Watcher::check_cells(Region& region, size_t offset, const Access& access) {
   }
 }
 
-Stamp Watcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const Access& access) const {
+Stamp MemoryWatcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const Access& access) const {
   return {clock.epoch, who, access.kind == kAtomic, clock.simd_epochs[thread.simdgroup],
           static_cast<uint32_t>(reinterpret_cast<uintptr_t>(access.caller) - library_.base())};
 }
 
 // This thread together with the threads of an earlier access that is unordered with its own.
-unsigned Watcher::together(const Stamp& earlier, const Clock& clock, const abi::Thread& thread) {
+unsigned MemoryWatcher::together(const Stamp& earlier, const Clock& clock, const abi::Thread& thread) {
   if (earlier.epoch < clock.threadgroup_start || earlier.who == kSeveralThreadgroups) {
     return kSeveralThreadgroups;
   }
@@ -121,8 +121,8 @@ unsigned Watcher::together(const Stamp& earlier, const Clock& clock, const abi::
 }
 
 // Whether the stamped access is ordered before this thread's next one.
-bool Watcher::in_order(const Stamp& earlier, const Region& region, const Clock& clock,
-                       const abi::Thread& thread) const {
+bool MemoryWatcher::in_order(const Stamp& earlier, const Region& region, const Clock& clock,
+                             const abi::Thread& thread) const {
   if (earlier.epoch < clock.threadgroup_start) {
     return region.space == Region::threadgroup;
   }
@@ -135,7 +135,7 @@ bool Watcher::in_order(const Stamp& earlier, const Region& region, const Clock& 
   return of_simdgroup(earlier, thread.simdgroup) && earlier.simd_epoch < clock.simd_epochs[thread.simdgroup];
 }
 
-void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& access) {
+void MemoryWatcher::on_load(Region& region, Cell& cell, size_t offset, const Access& access) {
   const Clock& clock = clock_of(region);
   const abi::Thread& thread = *runtime()->thread;
   const Stamp& write = cell.write;
@@ -163,7 +163,7 @@ void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& a
   read = stamp(who, clock, thread, access);
 }
 
-void Watcher::on_store(Region& region, Cell& cell, size_t offset, const Access& access) {
+void MemoryWatcher::on_store(Region& region, Cell& cell, size_t offset, const Access& access) {
   const Clock& clock = clock_of(region);
   const abi::Thread& thread = *runtime()->thread;
   unsigned who = thread.index;
@@ -185,12 +185,13 @@ void Watcher::on_store(Region& region, Cell& cell, size_t offset, const Access& 
   cell.read = {};
 }
 
-void Watcher::race(const Region& region, size_t offset, const Access& access, const Stamp& other, const char* did) {
+void MemoryWatcher::race(const Region& region, size_t offset, const Access& access, const Stamp& other,
+                         const char* did) {
   fail(race_text(region, offset, access, other, did));
 }
 
-std::string Watcher::race_text(const Region& region, size_t offset, const Access& access, const Stamp& other,
-                               const char* did) const {
+std::string MemoryWatcher::race_text(const Region& region, size_t offset, const Access& access, const Stamp& other,
+                                     const char* did) const {
   const Clock& clock = clocks_[region.space == Region::threadgroup];
   std::string by;
   if (other.atomic) {

@@ -29,7 +29,8 @@ std::vector<std::string> take_notes();
 // How many launches this process has simulated.
 uint64_t launches();
 
-// Who accessed memory, when, and from which code. Epoch 0 means never. `who` is a thread, or a group of races.cpp.
+// Who accessed memory, when, and from which code. Epoch 0 means never. `who` is a thread, or a group of
+// race_detector.cpp.
 struct Stamp {
   uint32_t epoch;
   uint32_t who : 11;
@@ -80,9 +81,9 @@ class Watched {
   ~Watched() = default;
 };
 
-class Watcher {
+class MemoryWatcher {
  public:
-  Watcher(Watched& launch, const Arena& arena, const Library& library, const Stacks& stacks, Counts& counts);
+  MemoryWatcher(Watched& launch, const Arena& arena, const Library& library, const Stacks& stacks, Counts& counts);
 
   void start(const Options& options) {
     count_launch();

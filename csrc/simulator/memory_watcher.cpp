@@ -1,6 +1,6 @@
 // Checks each access before it happens: bounds, alignment, writes to inputs, aliases, arrays that nothing filled; and
-// counts bytes. races.cpp has the order of accesses, whose rules watcher.h states.
-#include "simulator/watcher.h"
+// counts bytes. race_detector.cpp has the order of accesses, whose rules memory_watcher.h states.
+#include "simulator/memory_watcher.h"
 
 #include <algorithm>
 #include <atomic>
@@ -21,14 +21,15 @@ uint64_t launches() {
   return launch_count;
 }
 
-void Watcher::count_launch() {
+void MemoryWatcher::count_launch() {
   ++launch_count;
 }
 
-Watcher::Watcher(Watched& launch, const Arena& arena, const Library& library, const Stacks& stacks, Counts& counts)
+MemoryWatcher::MemoryWatcher(Watched& launch, const Arena& arena, const Library& library, const Stacks& stacks,
+                             Counts& counts)
     : launch_(launch), arena_(arena), library_(library), stacks_(stacks), counts_(counts) {}
 
-void Watcher::add(size_t slot, Region region) {
+void MemoryWatcher::add(size_t slot, Region region) {
   if (watching_ && region.writable) {
     region.cells.resize((region.bytes + 3) / 4);
   }
@@ -43,7 +44,7 @@ void Watcher::add(size_t slot, Region region) {
 
 // Finds arguments that overlap in the caller's memory. The simulator copies each argument, and a GPU's compiler assumes
 // that they do not overlap.
-void Watcher::find_aliases(Region& region) {
+void MemoryWatcher::find_aliases(Region& region) {
   if (region.space != Region::device || region.constant) {
     return;
   }
@@ -59,7 +60,7 @@ void Watcher::find_aliases(Region& region) {
   }
 }
 
-void Watcher::check_aliases(const Region& region, size_t offset, const Access& access) {
+void MemoryWatcher::check_aliases(const Region& region, size_t offset, const Access& access) {
   for (const Region* other : region.aliases) {
     const uintptr_t begin = std::max(region.given() + offset, other->given());
     const uintptr_t end = std::min(region.given() + offset + access.bytes, other->given() + other->bytes);
@@ -74,7 +75,7 @@ void Watcher::check_aliases(const Region& region, size_t offset, const Access& a
   }
 }
 
-void Watcher::start_threadgroup(const uint32_t (&position)[3]) {
+void MemoryWatcher::start_threadgroup(const uint32_t (&position)[3]) {
   for (Clock& clock : clocks_) {
     clock.threadgroup_start = ++clock.epoch;
     std::fill(std::begin(clock.simd_epochs), std::end(clock.simd_epochs), 0);
@@ -90,7 +91,7 @@ void Watcher::start_threadgroup(const uint32_t (&position)[3]) {
   }
 }
 
-void Watcher::load(const void* address, size_t bytes, const void* caller) {
+void MemoryWatcher::load(const void* address, size_t bytes, const void* caller) {
   const Access access{kLoad, true, false, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (const Region* region = check(at, access)) {
@@ -98,7 +99,7 @@ void Watcher::load(const void* address, size_t bytes, const void* caller) {
   }
 }
 
-void Watcher::store(const void* address, size_t bytes, const void* caller) {
+void MemoryWatcher::store(const void* address, size_t bytes, const void* caller) {
   const Access access{kStore, false, true, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (const Region* region = check(at, access)) {
@@ -106,7 +107,7 @@ void Watcher::store(const void* address, size_t bytes, const void* caller) {
   }
 }
 
-void Watcher::lanes(const void* address, size_t bytes, unsigned mask, bool stores, const void* caller) {
+void MemoryWatcher::lanes(const void* address, size_t bytes, unsigned mask, bool stores, const void* caller) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   const size_t first = at + std::countr_zero(mask) * bytes;
   const size_t end = at + std::bit_width(mask) * bytes;
@@ -124,7 +125,7 @@ void Watcher::lanes(const void* address, size_t bytes, unsigned mask, bool store
 }
 
 // Checks an access, and returns its region, or null for memory of no region.
-Region* Watcher::check(uintptr_t address, const Access& access) {
+Region* MemoryWatcher::check(uintptr_t address, const Access& access) {
   if (outside_) {
     settle(address, access);
   }
@@ -148,7 +149,7 @@ Region* Watcher::check(uintptr_t address, const Access& access) {
   return region;
 }
 
-void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, bool writes, const void* caller) {
+void MemoryWatcher::atomic(const volatile void* address, size_t bytes, bool reads, bool writes, const void* caller) {
   const Access access{kAtomic, reads, writes, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (const Region* region = check(at, access)) {
@@ -156,13 +157,13 @@ void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, boo
   }
 }
 
-void Watcher::outside_array(const void* caller) {
+void MemoryWatcher::outside_array(const void* caller) {
   if (watching_) {
     outside_ = caller;
   }
 }
 
-void Watcher::private_array(const void* address, size_t bytes, size_t unit, const char* name) {
+void MemoryWatcher::private_array(const void* address, size_t bytes, size_t unit, const char* name) {
   if (!watching_) {
     return;
   }
@@ -179,7 +180,7 @@ void Watcher::private_array(const void* address, size_t bytes, size_t unit, cons
   }
 }
 
-void Watcher::check_privates(uintptr_t address, const Access& access) {
+void MemoryWatcher::check_privates(uintptr_t address, const Access& access) {
   const unsigned thread = runtime()->thread->index;
   if (thread >= privates_.size() || outside_) {
     return;
@@ -209,7 +210,7 @@ void Watcher::check_privates(uintptr_t address, const Access& access) {
 }
 
 // Reports faults that show once an access is done: postponed stores, and an index outside of a thread's own array.
-void Watcher::settle() {
+void MemoryWatcher::settle() {
   if (!postponed_.empty()) {
     compare();
   }
@@ -218,12 +219,12 @@ void Watcher::settle() {
   }
 }
 
-void Watcher::settle(uintptr_t address, const Access& access) {
+void MemoryWatcher::settle(uintptr_t address, const Access& access) {
   region_of(address, access);
   settle();
 }
 
-void Watcher::count(const Region& region, size_t offset, const Access& access) {
+void MemoryWatcher::count(const Region& region, size_t offset, const Access& access) {
   const bool device = region.space == Region::device;
   if (access.kind == kLoad) {
     (device ? counts_.device_bytes_loaded : counts_.threadgroup_bytes_loaded) += access.bytes;
@@ -238,7 +239,7 @@ void Watcher::count(const Region& region, size_t offset, const Access& access) {
   profile(region, offset, access);
 }
 
-void Watcher::profile(const Region& region, size_t offset, const Access& access) {
+void MemoryWatcher::profile(const Region& region, size_t offset, const Access& access) {
   if (!profile_ || region.constant || access.bytes == 0) {
     return;
   }
@@ -249,7 +250,7 @@ void Watcher::profile(const Region& region, size_t offset, const Access& access)
   profile_->access(kind, place, access.bytes, access.caller, *runtime()->thread, runtime()->steps);
 }
 
-Region* Watcher::region_of(uintptr_t address, const Access& access) {
+Region* MemoryWatcher::region_of(uintptr_t address, const Access& access) {
   if (!watching_) {
     return nullptr;
   }
@@ -277,7 +278,7 @@ Region* Watcher::region_of(uintptr_t address, const Access& access) {
 }
 
 // The address is in no region. Private memory on a fiber's stack is allowed, and loads of the library's constants.
-Region* Watcher::outside_of_regions(uintptr_t address, const Access& access) {
+Region* MemoryWatcher::outside_of_regions(uintptr_t address, const Access& access) {
   const bool known = stacks_.contains(address) || (access.kind == kLoad && library_.contains(address));
   if (!known && library_.has_extent()) {
     fail(text_of(access) + (address < 4096 ? "through a null pointer: of a buffer that the launch did not bind?"
@@ -289,7 +290,7 @@ Region* Watcher::outside_of_regions(uintptr_t address, const Access& access) {
   return nullptr;
 }
 
-void Watcher::finish() {
+void MemoryWatcher::finish() {
   if (!watching_) {
     return;
   }

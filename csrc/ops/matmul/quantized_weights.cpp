@@ -1,4 +1,4 @@
-#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_weights.h"
 
 #include <algorithm>
 #include <bit>
@@ -70,13 +70,14 @@ bool has_few_axes(const mx::array& w, const mx::array& scales, const mx::array& 
 
 }  // namespace
 
-AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose,
-                           const std::string& mode) {
+QuantizedFormat quantized_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose,
+                                 const std::string& mode) {
   const Mode* known = std::find_if(std::begin(modes), std::end(modes), [&](const Mode& m) { return mode == m.name; });
   if (known == std::end(modes)) {
     checks::fail(op, "mode is '", mode, "': expected affine, mxfp4, mxfp8 or nvfp4");
   }
-  const AffineFormat format{group_size.value_or(known->group_size), bits.value_or(known->bits), transpose, known->mode};
+  const QuantizedFormat format{group_size.value_or(known->group_size), bits.value_or(known->bits), transpose,
+                               known->mode};
   if (!format.has_biases()) {
     if (format.bits != known->bits || format.group_size != known->group_size) {
       checks::fail(op, "bits is ", format.bits, " and group_size is ", format.group_size, ": mode ", mode, " expects ",
@@ -93,28 +94,28 @@ AffineFormat affine_format(const char* op, std::optional<int> group_size, std::o
   return format;
 }
 
-const char* mode_name(const AffineFormat& format) {
+const char* mode_name(const QuantizedFormat& format) {
   return modes[static_cast<size_t>(format.mode)].name;
 }
 
-const char* format_name(const AffineFormat& format) {
+const char* format_name(const QuantizedFormat& format) {
   constexpr const char* affine[] = {"", "1bit", "2bit", "3bit", "4bit", "5bit", "6bit", "", "8bit"};
   return format.has_biases() ? affine[format.bits] : mode_name(format);
 }
 
-bool has_affine_kernels(const AffineFormat& format) {
+bool has_affine_kernels(const QuantizedFormat& format) {
   return format.has_biases() && (format.bits == 4 || format.bits == 8);
 }
 
-const char* why_not_covered(const AffineFormat& format) {
+const char* why_not_covered(const QuantizedFormat& format) {
   return format.bits == 1 ? "1 bit" : nullptr;
 }
 
-bool has_common_kernels(const AffineFormat& format) {
+bool has_common_kernels(const QuantizedFormat& format) {
   return has_affine_kernels(format) || format.mode == cpu::QuantizedMode::mxfp4;
 }
 
-void check_triple_size(const char* op, const std::string& name, const Arrays& triple, const AffineFormat& format) {
+void check_triple_size(const char* op, const std::string& name, const Arrays& triple, const QuantizedFormat& format) {
   const size_t expected = format.has_biases() ? 3 : 2;
   if (triple.size() != expected) {
     checks::fail(op, name, " has ", triple.size(), " arrays: mode ", mode_name(format), " expects ", expected,
@@ -122,16 +123,16 @@ void check_triple_size(const char* op, const std::string& name, const Arrays& tr
   }
 }
 
-AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
-                         const std::optional<mx::array>& biases, const AffineFormat& format) {
+QuantizedShape check_quantized(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
+                               const std::optional<mx::array>& biases, const QuantizedFormat& format) {
   if (x.ndim() < 1) {
     checks::fail(op, "x has no dimensions: expected at least one");
   }
-  return check_affine(op, x.shape(-1), w, scales, biases, format);
+  return check_quantized(op, x.shape(-1), w, scales, biases, format);
 }
 
-AffineShape check_affine(const char* op, int columns, const mx::array& w, const mx::array& scales,
-                         const std::optional<mx::array>& biases, const AffineFormat& format) {
+QuantizedShape check_quantized(const char* op, int columns, const mx::array& w, const mx::array& scales,
+                               const std::optional<mx::array>& biases, const QuantizedFormat& format) {
   if (w.dtype() != mx::uint32) {
     checks::fail<DtypeError>(op, "w has dtype ", w.dtype(), ": expected uint32, as mx.quantize packs it");
   }
@@ -168,7 +169,7 @@ AffineShape check_affine(const char* op, int columns, const mx::array& w, const 
                  " integers of ", format.bits, " bits a row: expected shape ", expected, " for groups of ",
                  format.group_size);
   }
-  const AffineShape shape{format.transpose ? packed : w.shape(-2), format.transpose ? w.shape(-2) : packed};
+  const QuantizedShape shape{format.transpose ? packed : w.shape(-2), format.transpose ? w.shape(-2) : packed};
   if (columns != shape.columns) {
     checks::fail(op, "x has ", columns, " columns, w has shape ", w.shape(), ", which is ", shape.columns, " by ",
                  shape.outputs, " of ", format.bits, " bits with transpose=", format.transpose ? "True" : "False",
@@ -196,11 +197,11 @@ mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const m
   return is_evaluable ? y : mx::zeros(y.shape(), y.dtype(), where);
 }
 
-bool is_prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases) {
+bool is_prepared_triple(const mx::array& w, const mx::array& scales, const mx::array& biases) {
   return has_rows(w, word_alignment) && has_rows(scales, 1) && has_rows(biases, 1) && has_few_axes(w, scales, biases);
 }
 
-Arrays prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases, mx::Stream stream) {
+Arrays prepared_triple(const mx::array& w, const mx::array& scales, const mx::array& biases, mx::Stream stream) {
   Arrays ready = {with_rows(w, word_alignment, stream), with_rows(scales, 1, stream), with_rows(biases, 1, stream)};
   if (!has_few_axes(ready[0], ready[1], ready[2])) {
     return {contiguous(w, stream), contiguous(scales, stream), contiguous(biases, stream)};
@@ -208,8 +209,8 @@ Arrays prepared_affine(const mx::array& w, const mx::array& scales, const mx::ar
   return ready;
 }
 
-QuantizedParams affine_params(const mx::array& w, const mx::array& scales, const mx::array& biases,
-                              const AffineFormat& format) {
+QuantizedParams quantized_params(const mx::array& w, const mx::array& scales, const mx::array& biases,
+                                 const QuantizedFormat& format) {
   QuantizedParams params{};
   std::fill(std::begin(params.batch.shape), std::end(params.batch.shape), 1u);
   if (w.ndim() > 2) {
@@ -229,8 +230,8 @@ QuantizedParams affine_params(const mx::array& w, const mx::array& scales, const
   return params;
 }
 
-std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::array& scales, const mx::array& biases,
-                                                 const AffineFormat& format) {
+std::vector<cpu::QuantizedWeights> native_quantized(const mx::array& w, const mx::array& scales,
+                                                    const mx::array& biases, const QuantizedFormat& format) {
   const Stack stack = stack_of(w, scales, biases);
   const int64_t item = scales.itemsize();
   std::vector<cpu::QuantizedWeights> matrices(leading_size(w, 2));
