@@ -51,35 +51,31 @@ std::optional<Seen> append_or_grow(nb::handle cache, const mx::array& new_keys, 
   return buffers ? put_into_new(cache, *buffers, *held, new_keys, new_values, first, end) : std::nullopt;
 }
 
+// The append to a cache whose offset counts tokens; its buffers begin with token `start`.
+std::optional<Seen> append_at_offset(nb::handle cache, const mx::array& new_keys, const mx::array& new_values,
+                                     int start) {
+  const int offset = attribute<int>(cache, offset_name());
+  auto seen = append_or_grow(cache, new_keys, new_values, offset - start);
+  if (seen) {
+    nb::setattr(cache, nb::handle(offset_name()), nb::int_(offset + new_keys.shape(tokens_axis)));
+  }
+  return seen;
+}
+
 // mlx-lm's KVCache.update_and_fetch, but where the cache is of another class, or has no room and no append makes it.
 std::optional<Seen> try_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                          const mx::array& new_values) {
   static PyObject* const kind = name("KVCache");
-  if (!is_cache(cache, kind)) {
-    return std::nullopt;
-  }
-  const int first = attribute<int>(cache, offset_name());
-  auto seen = append_or_grow(cache, new_keys, new_values, first);
-  if (seen) {
-    nb::setattr(cache, nb::handle(offset_name()), nb::int_(first + new_keys.shape(tokens_axis)));
-  }
-  return seen;
+  return is_cache(cache, kind) ? append_at_offset(cache, new_keys, new_values, 0) : std::nullopt;
 }
 
 // The same of mlx-lm's ChunkedKVCache.
 std::optional<Seen> try_chunked_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                                  const mx::array& new_values) {
   static PyObject* const kind = name("ChunkedKVCache");
-  static PyObject* const start_name = name("start_position");
-  if (!is_cache(cache, kind)) {
-    return std::nullopt;
-  }
-  const int offset = attribute<int>(cache, offset_name());
-  auto seen = append_or_grow(cache, new_keys, new_values, offset - attribute<int>(cache, start_name));
-  if (seen) {
-    nb::setattr(cache, nb::handle(offset_name()), nb::int_(offset + new_keys.shape(tokens_axis)));
-  }
-  return seen;
+  static PyObject* const start = name("start_position");
+  return is_cache(cache, kind) ? append_at_offset(cache, new_keys, new_values, attribute<int>(cache, start))
+                               : std::nullopt;
 }
 
 // The same of mlx-lm's BatchKVCache. Its offset is an array, one a row.

@@ -35,6 +35,12 @@ void add_view(Launch& launch, const mx::array& view);
 // Product of all dimensions but the last `inner`.
 size_t leading_size(const mx::array& array, int inner);
 
+// A shape with another last dimension.
+inline mx::Shape with_columns(mx::Shape shape, int columns) {
+  shape.back() = columns;
+  return shape;
+}
+
 // Elements between the last 16-byte boundary and the array's start.
 inline uint32_t phase_of(const mx::array& array) {
   return static_cast<uint32_t>(array.offset() % 16 / array.itemsize());

@@ -217,7 +217,6 @@ class MemoryWatcher {
   // The element at a byte, in a line of its own; nothing where its size is not known.
   static std::string element_of(const std::string& name, int64_t offset, size_t item);
   static size_t item_of(const Region& region, size_t accessed);
-  std::string who_did(const Stamp& stamp, const char* what, const Region& region) const;
   [[noreturn]] void fail(const std::string& what);
   [[noreturn]] void fail_at(const Region& region, size_t offset, const Access& access, const std::string& what);
   std::string race_text(const Region& region, size_t offset, const Access& access, const Stamp& other,

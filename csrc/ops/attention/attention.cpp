@@ -14,6 +14,7 @@
 #include "ops/attention/plan.h"
 #include "ops/attention/row_keys.h"
 #include "ops/attention/window_mask.h"
+#include "ops/matmul/quantized_weights.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -88,15 +89,7 @@ void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys
 
 mx::Shape check_packed_rows(const char* op, const char* name, const PackedRows& triple, int group_size, int bits) {
   const auto& [words, scales, biases] = triple;
-  if (words.dtype() != mx::uint32) {
-    checks::fail<DtypeError>(op, name, " has words of dtype ", words.dtype(),
-                             ": expected uint32, as mx.quantize packs them");
-  }
-  for (const auto* array : {&words, &scales, &biases}) {
-    if (array->ndim() != 4) {
-      checks::fail(op, name, " has an array of shape ", array->shape(), ": expected four dimensions");
-    }
-  }
+  check_packed_heads(op, name, words, scales, biases);
   const mx::Shape shape = unpacked(words, bits);
   mx::Shape groups = shape;
   groups.back() = shape.back() / group_size;

@@ -228,9 +228,7 @@ class Attention : public KernelPrimitive {
   }
 
   mx::Shape shape_of_y(const Arrays& inputs) const {
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = unpacked(inputs[first_value()], options_.bits).back();
-    return shape;
+    return with_columns(inputs[0].shape(), unpacked(inputs[first_value()], options_.bits).back());
   }
 
   // Places of the inputs; -1 where there is none.

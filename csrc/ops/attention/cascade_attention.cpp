@@ -104,9 +104,7 @@ class CascadeAttention : public KernelPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[2].shape(3);
-    return {shape};
+    return {with_columns(inputs[0].shape(), inputs[2].shape(3))};
   }
 
  protected:
@@ -198,8 +196,7 @@ mx::array cascade_attention(const mx::array& q, const mx::array& k, const mx::ar
                                         false, starts, ends, s);
   AttentionCall prefix = checked_attention(op, joined(own.queries, s), typed(prefix_k), typed(prefix_v), scale, {},
                                            std::nullopt, std::nullopt, false, false, std::nullopt, std::nullopt, s);
-  mx::Shape shape = q.shape();
-  shape.back() = v.shape(3);
+  const mx::Shape shape = with_columns(q.shape(), v.shape(3));
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
     return mx::zeros(shape, dtype, s);
   }

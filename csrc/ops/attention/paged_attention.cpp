@@ -61,8 +61,7 @@ class PagedAttention : public KernelPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = unpacked(inputs[first_value()], options_.bits).back();
+    const mx::Shape shape = with_columns(inputs[0].shape(), unpacked(inputs[first_value()], options_.bits).back());
     std::vector<mx::Shape> shapes = {shape};
     if (has_logsumexp_) {
       shapes.push_back({shape[0], shape[1], shape[2]});
@@ -277,8 +276,7 @@ AttentionOutput paged_attention(const mx::array& q, const Pool& key_blocks, cons
   take_sinks(op, call, sinks, s);
   call.ends = lengths;
   call.options.has_ends = call.options.is_paged = true;
-  mx::Shape shape = q.shape();
-  shape.back() = values[3];
+  const mx::Shape shape = with_columns(q.shape(), values[3]);
   const bool has_keys = keys[0] > 0 && block_table.shape(1) > 0;
   if (!has_keys || std::count(shape.begin(), shape.end(), 0) > 0) {
     return output_of_nothing(call, shape, has_keys ? keys[2] * block_table.shape(1) : 0, return_logsumexp, s);

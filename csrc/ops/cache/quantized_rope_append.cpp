@@ -27,15 +27,7 @@ using Result = std::tuple<mx::array, Triple, Triple>;
 
 void check_packed(const char* name, const Triple& triple, const mx::array& heads, const Packing& packing, int start) {
   const auto& [words, scales, biases] = triple;
-  if (words.dtype() != mx::uint32) {
-    checks::fail<DtypeError>(op, name, " has words of dtype ", words.dtype(),
-                             ": expected uint32, as mx.quantize packs them");
-  }
-  for (const auto* array : {&words, &scales, &biases}) {
-    if (array->ndim() != 4) {
-      checks::fail(op, name, " has an array of shape ", array->shape(), ": expected four dimensions");
-    }
-  }
+  check_packed_heads(op, name, words, scales, biases);
   const int width = heads.shape(3);
   if (width % packing.group_size != 0) {
     checks::fail(op, "heads has shape ", heads.shape(), ": expected a width that is a multiple of the group size ",

@@ -20,9 +20,7 @@ mx::array row_by_row(const mx::array& x, mx::StreamOrDevice where, const OneRow&
     results.push_back(one_row(mx::slice(flat, {i, 0}, {i + 1, x.shape(-1)}, where)));
   }
   const mx::array y = mx::concatenate(std::move(results), 0, where);
-  mx::Shape shape = x.shape();
-  shape.back() = y.shape(-1);
-  return mx::reshape(y, std::move(shape), where);
+  return mx::reshape(y, with_columns(x.shape(), y.shape(-1)), where);
 }
 
 }  // namespace mittens

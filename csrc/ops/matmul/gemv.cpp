@@ -67,8 +67,7 @@ class Gemv : public KernelPrimitive {
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     const ProductSizes sizes = sizes_of(inputs);
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = static_cast<int>(sizes.outputs);
+    const mx::Shape shape = with_columns(inputs[0].shape(), static_cast<int>(sizes.outputs));
     if (!may_split_) {
       return {shape};
     }

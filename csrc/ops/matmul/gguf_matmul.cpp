@@ -54,9 +54,7 @@ class BlockMatmul : public KernelPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[1].shape(0);
-    return {shape};
+    return {with_columns(inputs[0].shape(), inputs[1].shape(0))};
   }
 
  protected:

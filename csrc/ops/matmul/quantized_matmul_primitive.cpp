@@ -334,9 +334,7 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
   mx::Shape shape_of_y(const Arrays& inputs) const {
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = static_cast<int>(sizes_of(inputs).outputs);
-    return shape;
+    return with_columns(inputs[0].shape(), static_cast<int>(sizes_of(inputs).outputs));
   }
 
   QvmPlan qvm_plan(mx::Dtype dtype, const ProductSizes& sizes, uint32_t most_splits) {

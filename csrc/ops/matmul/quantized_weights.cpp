@@ -123,6 +123,19 @@ void check_triple_size(const char* op, const std::string& name, const Arrays& tr
   }
 }
 
+void check_packed_heads(const char* op, const char* name, const mx::array& words, const mx::array& scales,
+                        const mx::array& biases) {
+  if (words.dtype() != mx::uint32) {
+    checks::fail<DtypeError>(op, name, " has words of dtype ", words.dtype(),
+                             ": expected uint32, as mx.quantize packs them");
+  }
+  for (const auto* array : {&words, &scales, &biases}) {
+    if (array->ndim() != 4) {
+      checks::fail(op, name, " has an array of shape ", array->shape(), ": expected four dimensions");
+    }
+  }
+}
+
 QuantizedShape check_quantized(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
                                const std::optional<mx::array>& biases, const QuantizedFormat& format) {
   if (x.ndim() < 1) {

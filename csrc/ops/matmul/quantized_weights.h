@@ -51,6 +51,10 @@ bool has_common_kernels(const QuantizedFormat& format);
 // Throws unless a triple, which messages call so, has as many arrays as the format.
 void check_triple_size(const char* op, const std::string& name, const Arrays& triple, const QuantizedFormat& format);
 
+// Throws unless a triple of heads [batch, heads, tokens, ..] holds words and has four dimensions throughout.
+void check_packed_heads(const char* op, const char* name, const mx::array& words, const mx::array& scales,
+                        const mx::array& biases);
+
 // The shape that a triple has; throws where its shapes contradict each other, the format or the columns of x.
 QuantizedShape check_quantized(const char* op, int columns, const mx::array& w, const mx::array& scales,
                                const std::optional<mx::array>& biases, const QuantizedFormat& format);

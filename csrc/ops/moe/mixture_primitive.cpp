@@ -30,8 +30,7 @@ class Mixture : public KernelPrimitive, public SummedProduct, public HandsRowOn 
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[MixtureParts::triple(kDown)].shape(-2);
+    const mx::Shape shape = with_columns(inputs[0].shape(), inputs[MixtureParts::triple(kDown)].shape(-2));
     const int tokens = static_cast<int>(leading_size(inputs[0], 1));
     const mx::Shape chosen = {tokens, parts_.routing.k};
     std::vector<mx::Shape> shapes = {shape};

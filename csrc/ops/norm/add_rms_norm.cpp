@@ -55,13 +55,9 @@ class AddRmsNorm : public RowPrimitive {
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
     const auto weight = optional_input(primals, 2);
-    const NormGradients gradients = norm_gradients(outputs[1], weight, cotangents[0], cotangents[1],
-                                                   {.centred = false,
-                                                    .eps = eps_,
-                                                    .weight_gradient = argnums.back() == 2,
-                                                    .bias_gradient = false,
-                                                    .weight_offset = weight_offset_},
-                                                   stream());
+    const NormGradients gradients = norm_gradients(
+        outputs[1], weight, cotangents[0], cotangents[1],
+        {.eps = eps_, .weight_gradient = argnums.back() == 2, .weight_offset = weight_offset_}, stream());
     Arrays selected;
     for (int argument : argnums) {
       selected.push_back(argument == 2 ? *gradients.weight : gradients.x);

@@ -78,10 +78,8 @@ class NormAddNorm : public RowPrimitive {
     const int next = 2 + options_.has_weight;
     const bool wants_weight = options_.has_weight && is_wanted(2);
     NormGradients of_sum = norm_gradients(outputs[1], next_weight(primals), cotangents[0], cotangents[1],
-                                          {.centred = false,
-                                           .eps = options_.eps,
+                                          {.eps = options_.eps,
                                            .weight_gradient = options_.has_next_weight && is_wanted(next),
-                                           .bias_gradient = false,
                                            .weight_offset = options_.next_weight_offset},
                                           stream());
     if (options_.clips) {
@@ -90,13 +88,9 @@ class NormAddNorm : public RowPrimitive {
     }
     std::optional<NormGradients> of_x;
     if (is_wanted(0) || wants_weight) {
-      of_x = norm_gradients(primals[0], weight(primals), of_sum.x, std::nullopt,
-                            {.centred = false,
-                             .eps = options_.eps,
-                             .weight_gradient = wants_weight,
-                             .bias_gradient = false,
-                             .weight_offset = options_.weight_offset},
-                            stream());
+      of_x = norm_gradients(
+          primals[0], weight(primals), of_sum.x, std::nullopt,
+          {.eps = options_.eps, .weight_gradient = wants_weight, .weight_offset = options_.weight_offset}, stream());
     }
     Arrays selected;
     for (int argument : argnums) {

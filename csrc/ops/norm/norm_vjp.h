@@ -11,10 +11,10 @@ namespace mittens {
 
 // The norm, and the gradients that are asked for.
 struct NormVjpOptions {
-  bool centred;  // layer_norm; else rms_norm
+  bool centred = false;  // layer_norm; else rms_norm
   float eps;
-  bool weight_gradient;
-  bool bias_gradient;
+  bool weight_gradient = false;
+  bool bias_gradient = false;
   float weight_offset = no_offset;
 
   bool operator==(const NormVjpOptions&) const = default;

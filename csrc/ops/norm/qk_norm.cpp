@@ -172,13 +172,9 @@ class QkNorm : public KernelPrimitive {
     for (int i : {0, 1}) {
       const bool wants_weight = has_weight(i) && is_wanted(weight_index(i));
       if (is_wanted(i) || wants_weight) {
-        gradients[i] = norm_gradients(primals[i], weight(primals, i), cotangents[i], std::nullopt,
-                                      {.centred = false,
-                                       .eps = options_.eps,
-                                       .weight_gradient = wants_weight,
-                                       .bias_gradient = false,
-                                       .weight_offset = options_.weight_offset},
-                                      stream());
+        gradients[i] = norm_gradients(
+            primals[i], weight(primals, i), cotangents[i], std::nullopt,
+            {.eps = options_.eps, .weight_gradient = wants_weight, .weight_offset = options_.weight_offset}, stream());
       }
     }
     Arrays selected;

@@ -51,13 +51,9 @@ class RmsNorm : public RowPrimitive {
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
     const auto weight = optional_input(primals, 1);
-    const NormGradients gradients = norm_gradients(primals[0], weight, cotangents[0], std::nullopt,
-                                                   {.centred = false,
-                                                    .eps = eps_,
-                                                    .weight_gradient = argnums.back() == 1,
-                                                    .bias_gradient = false,
-                                                    .weight_offset = weight_offset_},
-                                                   stream());
+    const NormGradients gradients = norm_gradients(
+        primals[0], weight, cotangents[0], std::nullopt,
+        {.eps = eps_, .weight_gradient = argnums.back() == 1, .weight_offset = weight_offset_}, stream());
     Arrays selected;
     for (int argument : argnums) {
       selected.push_back(argument == 0 ? gradients.x : *gradients.weight);

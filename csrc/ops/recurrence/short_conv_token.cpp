@@ -49,9 +49,7 @@ class ShortConvToken : public KernelPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[2].shape(0);
-    return {shape, inputs[1].shape()};
+    return {with_columns(inputs[0].shape(), inputs[2].shape(0)), inputs[1].shape()};
   }
 
   // The composition, for callers of the op.
