@@ -13,7 +13,7 @@ from ..bench.memory import CACHES, SIDES, Row, measure
 from ..bench.models import Subject
 from ..table import Column, show
 from .options import UsageError
-from .runs import Ending, JsonFile, each, finish, progress, steps
+from .runs import Ending, JsonFile, each_saved, finish, progress
 
 _COLUMNS = (
     Column("model", left=True),
@@ -54,23 +54,14 @@ def run(arguments: argparse.Namespace, subjects: Sequence[Subject], file: JsonFi
     todo = list(itertools.product(subjects, CACHES, SIDES))
     rows: list[Row] = []
 
-    def save(ending: Ending | None = None) -> None:
+    def save(ending: Ending | None) -> None:
         head = {"machine": info, **progress(ending, len(rows), len(todo)), "prompt": prompt, "tokens": tokens}
         file.write(head, "rows", [json.dumps(asdict(row)) for row in rows], last=ending is not None)
 
-    def name(item: tuple[Subject, str, str]) -> str:
-        return " ".join(map(str, item))
+    def one(item: tuple[Subject, str, str], _: object) -> None:
+        rows.append(measure(*item, prompt, tokens))
 
-    save()
-    with steps(len(todo)) as step:
-
-        def one(item: tuple[Subject, str, str]) -> None:
-            rows.append(measure(*item, prompt, tokens))
-            save()
-            step(name(item))
-
-        ending = each(todo, one, name, arguments.minutes)
-    save(ending)
+    ending = each_saved(todo, one, lambda item: " ".join(map(str, item)), save, arguments.minutes)
     print(f"MB of a prompt of {prompt} tokens and of {tokens} after it")
     show(_COLUMNS, [_cells(row) for row in rows], [""] * len(rows))
     for row in rows:

@@ -13,7 +13,7 @@ import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..table import Column, show
 from . import bench_memory, bench_requests
 from .completion import offer_list
 from .options import UsageError, chosen
-from .runs import Ending, JsonFile, each, finish, progress, steps
+from .runs import Ending, JsonFile, each_saved, finish, progress
 
 _COLUMNS = (
     Column("model", left=True),
@@ -145,25 +145,21 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     share: dict[str, dict[str, float]] = {}
     figures: list[llama_cpp.Figure] = []
 
-    def save(ending: Ending | None = None) -> None:
+    def save(ending: Ending | None) -> None:
         head = {"machine": info, **progress(ending, len(share), len(todo)), "shares": share}
         if peer:
             head["peer"] = [asdict(figure) for figure in figures]
         file.write(head, "rows", [json.dumps(_as_json(row)) for row in rows], last=ending is not None)
 
-    def one(subject: Subject) -> None:
+    def one(subject: Subject, step: Callable[[str], None]) -> None:
         new, parts = measure(subject, options.tokens, options.prompt, options.seconds, step)
         rows.extend(new)
         share[str(Subject(new[0].model, new[0].weights, new[0].dtype))] = parts
         if peer:
             figures.extend(llama_cpp.measure(*peer, prompt=options.prompt, tokens=options.tokens))
-        save()
         mx.clear_cache()
 
-    save()
-    with steps(STEPS * len(todo)) as step:
-        ending = each(todo, one, str, arguments.minutes)
-    save(ending)
+    ending = each_saved(todo, one, str, save, arguments.minutes, STEPS * len(todo))
     if rows:
         print("tokens/s")
         show(_COLUMNS, [_cells(row) for row in rows], [""] * len(rows))

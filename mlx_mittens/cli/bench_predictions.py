@@ -21,7 +21,7 @@ from ..simulator import EstimatedLaunch, PredictedLaunch, PredictedLaunches
 from ..table import Column, show
 from .options import UsageError, drawn
 from .predictions import Side, as_json, chosen_chips
-from .runs import Ending, JsonFile, each, finish, progress, steps
+from .runs import Ending, JsonFile, each_saved, finish, progress
 from .simulate import own_launches, peer_side
 
 _COLUMNS = (
@@ -108,26 +108,20 @@ def run(arguments: argparse.Namespace, file: JsonFile, names: Sequence[str]) -> 
     rows: list[Row] = []
     entries: list[str] = []
 
-    def save(ending: Ending | None = None) -> None:
+    def save(ending: Ending | None) -> None:
         head = {"predicted": True, "chips": [chip.name for chip in chips], "seed": seed}
         file.write({**head, **progress(ending, len(entries), len(todo))}, "rows", entries, last=ending is not None)
 
     def name(item: tuple[specs.Op, specs.Case, str]) -> str:
         return f"{item[0].name} {item[1].name} {item[2]}"
 
-    save()
-    with steps(len(todo)) as step:
+    def one(item: tuple[specs.Op, specs.Case, str], _: object) -> None:
+        found, entry = _predicted(*item, chips, seed)
+        rows.extend(found)
+        entries.append(json.dumps(entry))
+        mx.clear_cache()
 
-        def one(item: tuple[specs.Op, specs.Case, str]) -> None:
-            found, entry = _predicted(*item, chips, seed)
-            rows.extend(found)
-            entries.append(json.dumps(entry))
-            save()
-            step(name(item))
-            mx.clear_cache()
-
-        ending = each(todo, one, name, arguments.minutes)
-    save(ending)
+    ending = each_saved(todo, one, name, save, arguments.minutes)
     if rows:
         show(_COLUMNS, [_cells(row) for row in rows], ["33" if (row.speedup or 1) < 1 else "" for row in rows])
         print(_summary(rows, chips))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ..bench import machine, model_folders
@@ -12,7 +12,7 @@ from ..bench.models import Speed, Subject
 from ..bench.requests import Row, measure
 from ..table import Column, show
 from .options import UsageError
-from .runs import Ending, JsonFile, each, finish, progress, steps
+from .runs import Ending, JsonFile, each_saved, finish, progress
 
 _BITS = ("2", "3", "4", "5", "6", "8")
 _COLUMNS = (
@@ -88,24 +88,19 @@ def run(arguments: argparse.Namespace, options: argparse.Namespace, subjects: Se
     rows: list[Row] = []
     done = 0
 
-    def save(ending: Ending | None = None) -> None:
+    def save(ending: Ending | None) -> None:
         asked = {"prompt": options.prompt, "tokens": options.tokens}
         head = {"machine": info, **progress(ending, done, len(subjects)), **asked}
         file.write(head, "rows", [json.dumps(asdict(row)) for row in rows], last=ending is not None)
 
-    save()
-    with steps(len(subjects) * len(counts)) as step:
+    def one(subject: Subject, step: Callable[[str], None]) -> None:
+        nonlocal done
+        for found in measure(subject, counts, caches, options.tokens, options.prompt, options.seconds, step):
+            rows.extend(found)
+            save(None)
+        done += 1
 
-        def one(subject: Subject) -> None:
-            nonlocal done
-            for found in measure(subject, counts, caches, options.tokens, options.prompt, options.seconds, step):
-                rows.extend(found)
-                save()
-            done += 1
-            save()
-
-        ending = each(subjects, one, str, arguments.minutes)
-    save(ending)
+    ending = each_saved(subjects, one, str, save, arguments.minutes, len(subjects) * len(counts))
     if rows:
         print(f"tokens/s of all requests, each of {options.tokens} tokens behind up to {options.prompt}")
         halves = [rows[i - i % len(caches)] for i in range(len(rows))]

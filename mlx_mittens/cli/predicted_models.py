@@ -27,7 +27,7 @@ from ..patching.patches import patched
 from ..table import Column, show
 from .options import UsageError, chosen
 from .predictions import chosen_chips
-from .runs import Ending, JsonFile, each, finish, progress, steps
+from .runs import Ending, JsonFile, each_saved, finish, progress
 
 CONTEXT = 64  # tokens before the one that is predicted
 VOCABULARY = 24832  # rows of the head that are simulated: enough for a plan to know it by
@@ -263,30 +263,24 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     rows: list[Row] = []
     done: list[str] = []
 
-    def save(ending: Ending | None = None) -> None:
+    def save(ending: Ending | None) -> None:
         head = {"predicted": True, "chips": [chip.name for chip in chips], **progress(ending, len(done), len(todo))}
         file.write(head, "rows", [json.dumps(asdict(row)) for row in rows], last=ending is not None)
 
     def label(item: tuple[str, str, str, tuple[str, int]]) -> str:
         return " ".join((*item[:3], item[3][0]))
 
-    save()
-    with steps(len(todo)) as step:
+    def one(item: tuple[str, str, str, tuple[str, int]], _: object) -> None:
+        name, weights, dtype, (phase, count) = item
+        found = sides(name, weights, DTYPES[dtype], chips[0], count, with_mx=not without_mx)
+        for chip in chips:
+            ours, *others = (side.of_published(name, chip) for side in found)
+            mx_own = others[0] if others else (None, None)
+            rows.append(Row(name, weights, dtype, phase, chip.name, *ours, *mx_own))
+        done.append(label(item))
+        mx.clear_cache()
 
-        def one(item: tuple[str, str, str, tuple[str, int]]) -> None:
-            name, weights, dtype, (phase, count) = item
-            found = sides(name, weights, DTYPES[dtype], chips[0], count, with_mx=not without_mx)
-            for chip in chips:
-                ours, *others = (side.of_published(name, chip) for side in found)
-                mx_own = others[0] if others else (None, None)
-                rows.append(Row(name, weights, dtype, phase, chip.name, *ours, *mx_own))
-            done.append(label(item))
-            save()
-            step(label(item))
-            mx.clear_cache()
-
-        ending = each(todo, one, label, arguments.minutes)
-    save(ending)
+    ending = each_saved(todo, one, label, save, arguments.minutes)
     if rows:
         styles = ["33" if (row.mx_microseconds or math.inf) < row.microseconds else "" for row in rows]
         show(_COLUMNS, [_cells(row) for row in rows], styles)

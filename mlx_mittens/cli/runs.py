@@ -274,6 +274,32 @@ def launch_progress(look: Callable[[], tuple[int, int, int]], seconds: float = _
         thread.join()
 
 
+def each_saved(
+    todo: Sequence[T],
+    do: Callable[[T, Callable[[str], None]], None],
+    name: Callable[[T], str],
+    save: Callable[[Ending | None], None],
+    minutes: float | None = None,
+    total: int | None = None,
+) -> Ending:
+    """Does each as `each`, with progress on stderr; saves before the first, after each, and at the end.
+
+    `do` takes an item and a function that shows a step; `total` counts its steps. Without `total` an item is a step.
+    """
+    save(None)
+    with steps(total or len(todo)) as step:
+
+        def one(item: T) -> None:
+            do(item, step)
+            save(None)
+            if total is None:
+                step(name(item))
+
+        ending = each(todo, one, name, minutes)
+    save(ending)
+    return ending
+
+
 def progress(ending: Ending | None, measured: int, planned: int) -> dict[str, Any]:
     """Progress of a run as a JSON file has it; without an ending it is still at work."""
     said = {"complete": ending is not None and ending.complete, "measured": measured, "planned": planned}

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..ops import cache
 from . import reference
-from .op import EPSILON, Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, widen
+from .op import EPSILON, Case, Exact, Op, add_outliers, all_rows, cases_for_tests, dequantized, draw_packed, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ _OPTIONS: dict[str, Any] = {"dims": 64, "base": 10000.0, "offset": 7, "eps": Non
 ROPE_OPS: tuple[Op, ...] = (
     RopeAppendOp(
         name="rope_append",
-        parameters=tuple((name, "rows") for name in ("heads", "keys", "values", "freqs", "query_norm", "key_norm")),
+        parameters=all_rows("heads", "keys", "values", "freqs", "query_norm", "key_norm"),
         outputs=3,
         ours=_ours,
         twin=_twin,
@@ -223,12 +223,9 @@ ROPE_OPS: tuple[Op, ...] = (
     ),
     QuantizedRopeAppendOp(
         name="quantized_rope_append",
-        parameters=tuple(
-            (name, "rows")
-            for name in (
-                *("heads", "keys", "keys_scales", "keys_biases", "values", "values_scales", "values_biases"),
-                *("freqs", "query_norm", "key_norm"),
-            )
+        parameters=all_rows(
+            *("heads", "keys", "keys_scales", "keys_biases", "values", "values_scales", "values_biases"),
+            *("freqs", "query_norm", "key_norm"),
         ),
         outputs=3,
         ours=_ours_packed,

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.matmul import quantized_embedding
-from .op import FLOAT_MODES, Case, Exact, ModelOp, dequantized, draw_packed, mode_of, weight_bytes, widen
+from .op import FLOAT_MODES, Case, Exact, ModelOp, all_rows, dequantized, draw_packed, mode_of, weight_bytes, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def _mx_embedding(indices, w, scales, biases, **options):
 EMBEDDING_OPS: tuple[ModelOp, ...] = (
     EmbeddingOp(
         name="quantized_embedding",
-        parameters=(("indices", "rows"), ("w", "rows"), ("scales", "rows"), ("biases", "rows")),
+        parameters=all_rows("indices", "w", "scales", "biases"),
         ours=quantized_embedding,
         twin=_mx_embedding,
         twin_text="`mx.dequantize` of rows of `w`, `scales` and `biases`",

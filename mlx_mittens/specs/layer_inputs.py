@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import recurrent_layers
-from .op import Case, Exact, Op, add_outliers, cases_for_tests, widen
+from .op import Case, Exact, Op, add_outliers, all_rows, cases_for_tests, widen
 
 
 def _convolved(
@@ -197,7 +197,7 @@ _NAMES = ("q", "k", "v", "a", "b", "conv_state", "conv_weight", "A_log", "dt_bia
 LAYER_INPUT_OPS: tuple[Op, ...] = (
     GatedDeltaInputsOp(
         name="gated_delta_inputs",
-        parameters=tuple((name, "rows") for name in _NAMES),
+        parameters=all_rows(*_NAMES),
         outputs=6,
         ours=recurrent_layers.gated_delta_inputs,
         twin=_gated_delta_inputs_twin,
@@ -217,7 +217,7 @@ LAYER_INPUT_OPS: tuple[Op, ...] = (
     ),
     SsmInputsOp(
         name="ssm_inputs",
-        parameters=tuple((name, "rows") for name in ("mixed", "conv_state", "conv_weight", "conv_bias")),
+        parameters=all_rows("mixed", "conv_state", "conv_weight", "conv_bias"),
         outputs=4,
         ours=recurrent_layers.ssm_inputs,
         twin=_ssm_inputs_twin,

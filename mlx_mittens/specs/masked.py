@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.matmul import block_masked_mm
-from .op import Case, Exact, ModelOp, Op, add_outliers, cases_for_tests, widen
+from .op import Case, Exact, ModelOp, Op, add_outliers, all_rows, cases_for_tests, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = tuple(
 MASKED_OPS: tuple[Op, ...] = (
     MaskedOp(
         name="block_masked_mm",
-        parameters=tuple((name, "rows") for name in ("a", "b", "mask_out", "mask_lhs", "mask_rhs")),
+        parameters=all_rows("a", "b", "mask_out", "mask_lhs", "mask_rhs"),
         ours=_masked,
         twin=_mx_masked,
         twin_text="`mx.block_masked_mm`",

@@ -35,6 +35,7 @@ from .op import (
     FLOAT_MODES,
     Case,
     Op,
+    all_rows,
 )
 
 
@@ -201,7 +202,7 @@ MATRIX_OPS: tuple[Op, ...] = (
     ),
     MatrixOp(
         name="quantized_matmul",
-        parameters=(("x", "rows"), ("w", "rows"), ("scales", "rows"), ("biases", "rows")),
+        parameters=all_rows("x", "w", "scales", "biases"),
         ours=quantized_matmul,
         twin=_mx_quantized_matmul,
         twin_text="`mx.quantized_matmul`",
@@ -255,15 +256,7 @@ MATRIX_OPS: tuple[Op, ...] = (
     ),
     MatrixOp(
         name="quantized_swiglu",
-        parameters=(
-            ("x", "rows"),
-            ("gate", "rows"),
-            ("gate_scales", "rows"),
-            ("gate_biases", "rows"),
-            ("up", "rows"),
-            ("up_scales", "rows"),
-            ("up_biases", "rows"),
-        ),
+        parameters=all_rows("x", "gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases"),
         ours=_quantized_swiglu,
         twin=_mx_swiglu,
         twin_text="`nn.silu(gate) * up` of two `mx.quantized_matmul`",
@@ -316,7 +309,7 @@ MATRIX_OPS: tuple[Op, ...] = (
     ),
     MatrixOp(
         name="block_matmul",
-        parameters=(("x", "rows"), ("blocks", "rows")),
+        parameters=all_rows("x", "blocks"),
         ours=block_matmul,
         twin=_mx_blocks,
         twin_text="`x @ w.T`, `w` dequantized at each call",
@@ -353,7 +346,7 @@ MATRIX_OPS: tuple[Op, ...] = (
     ),
     MatrixOp(
         name="block_quantize",
-        parameters=(("w", "rows"),),
+        parameters=all_rows("w"),
         ours=block_quantize,
         twin=_mx_quantize,
         twin_text="the `gguf` package",
@@ -365,7 +358,7 @@ MATRIX_OPS: tuple[Op, ...] = (
     ),
     MatrixOp(
         name="block_dequantize",
-        parameters=(("blocks", "rows"),),
+        parameters=all_rows("blocks"),
         ours=block_dequantize,
         twin=_mx_dequantize,
         twin_text="the `gguf` package",

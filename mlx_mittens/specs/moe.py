@@ -12,6 +12,7 @@ from .gathered import GatherOp, MixtureOp, RouterOp, mx_route
 from .op import (
     Case,
     Op,
+    all_rows,
     cases_for_tests,
 )
 
@@ -198,7 +199,7 @@ _GPT_OSS = Case("gpt-oss 20B", (1, 4, 32, 2880, 2880), _MXFP4, gpu_only=True)
 MOE_OPS: tuple[Op, ...] = (
     GatherOp(
         name="gather_qmm",
-        parameters=tuple((name, "rows") for name in ("x", "w", "scales", "biases", "indices")),
+        parameters=all_rows("x", "w", "scales", "biases", "indices"),
         ours=_gather_qmm,
         twin=_mx_gather_qmm,
         twin_text="`mx.gather_qmm`",
@@ -220,7 +221,7 @@ MOE_OPS: tuple[Op, ...] = (
     ),
     GatherOp(
         name="gather_mm",
-        parameters=tuple((name, "rows") for name in ("x", "w", "indices")),
+        parameters=all_rows("x", "w", "indices"),
         ours=_gather_mm,
         twin=_mx_gather_mm,
         twin_text="`mx.gather_mm`",
@@ -233,9 +234,8 @@ MOE_OPS: tuple[Op, ...] = (
     ),
     GatherOp(
         name="gather_swiglu",
-        parameters=tuple(
-            (name, "rows")
-            for name in ("x", *(f"{w}{end}" for w in ("gate", "up") for end in ("", "_scales", "_biases")), "indices")
+        parameters=all_rows(
+            "x", *(f"{w}{end}" for w in ("gate", "up") for end in ("", "_scales", "_biases")), "indices"
         ),
         ours=_gather_swiglu,
         twin=_mx_gather_swiglu,
@@ -254,7 +254,7 @@ MOE_OPS: tuple[Op, ...] = (
     ),
     GatherOp(
         name="gather_sum",
-        parameters=tuple((name, "rows") for name in ("x", "w", "scales", "biases", "indices", "weights", "bias")),
+        parameters=all_rows("x", "w", "scales", "biases", "indices", "weights", "bias"),
         ours=_gather_sum,
         twin=_mx_gather_sum,
         twin_text="`(mx.gather_qmm * weights).sum(-2)`",
@@ -277,13 +277,10 @@ MOE_OPS: tuple[Op, ...] = (
     ),
     MixtureOp(
         name="mixture",
-        parameters=tuple(
-            (name, "rows")
-            for name in (
-                *("x", "logits"),
-                *(f"{w}{end}" for w in _TRIPLES for end in ("", "_scales", "_biases")),
-                *("shared_logits", "gate_bias", "up_bias", "down_bias", "router_bias"),
-            )
+        parameters=all_rows(
+            *("x", "logits"),
+            *(f"{w}{end}" for w in _TRIPLES for end in ("", "_scales", "_biases")),
+            *("shared_logits", "gate_bias", "up_bias", "down_bias", "router_bias"),
         ),
         ours=_mixture,
         twin=_mx_mixture,
@@ -323,7 +320,7 @@ MOE_OPS: tuple[Op, ...] = (
     ),
     RouterOp(
         name="route_top_k",
-        parameters=(("logits", "rows"), ("bias", "rows")),
+        parameters=all_rows("logits", "bias"),
         outputs=2,
         ours=_route,
         twin=mx_route,

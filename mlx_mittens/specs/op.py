@@ -74,6 +74,11 @@ def cases_for_tests(*shapes: tuple[int, ...], vjp: bool = False, **options: Any)
     return tuple(Case("test", shape, options, vjp=vjp) for shape in shapes)
 
 
+def all_rows(*names: str) -> tuple[tuple[str, str], ...]:
+    """Parameters of an op all of whose arrays are always there."""
+    return tuple((name, "rows") for name in names)
+
+
 @dataclass(frozen=True)
 class Exact:
     """A result in float64, and the scales of its rounding.

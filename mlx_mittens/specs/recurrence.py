@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..ops import recurrence, recurrent_layers
-from .op import Case, Op, cases_for_tests
+from .op import Case, Op, all_rows, cases_for_tests
 from .recurrent_ops import GatedDeltaOp, GatedDeltaTokenOp, StateSpaceOp
 
 
@@ -104,7 +104,7 @@ def _ssm_twin(x, a_log, b, c, d, dt, dt_bias, state):
 RECURRENCE_OPS: tuple[Op, ...] = (
     GatedDeltaOp(
         name="gated_delta_update",
-        parameters=tuple((name, "rows") for name in ("q", "k", "v", "gamma", "beta", "initial_state")),
+        parameters=all_rows("q", "k", "v", "gamma", "beta", "initial_state"),
         outputs=2,
         ours=_ours,
         twin=_twin,
@@ -125,12 +125,8 @@ RECURRENCE_OPS: tuple[Op, ...] = (
     ),
     GatedDeltaTokenOp(
         name="gated_delta_token",
-        parameters=tuple(
-            (name, "rows")
-            for name in (
-                *("q", "k", "v", "z", "a", "b", "conv_state", "conv_weight", "A_log", "dt_bias", "norm_weight"),
-                "state",
-            )
+        parameters=all_rows(
+            *("q", "k", "v", "z", "a", "b", "conv_state", "conv_weight", "A_log", "dt_bias", "norm_weight"), "state"
         ),
         outputs=3,
         ours=_gated_delta_token,

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import sampling
-from .op import Case, Exact, Op, cases_for_tests, widen
+from .op import Case, Exact, Op, all_rows, cases_for_tests, widen
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 TOKENS = 20  # as many as mlx-lm's processors count
@@ -226,7 +226,7 @@ _CHAT: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p"
 SAMPLE_OPS: tuple[Op, ...] = (
     SampleOp(
         name="sample",
-        parameters=(("logits", "rows"), ("key", "rows"), ("tokens", "rows"), ("mask", "rows")),
+        parameters=all_rows("logits", "key", "tokens", "mask"),
         ours=_ours,
         twin=_twin,
         twin_text="mlx-lm's samplers",

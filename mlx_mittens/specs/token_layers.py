@@ -13,7 +13,7 @@ import numpy as np
 
 from ..ops import recurrent_layers
 from . import normed
-from .op import Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, widen
+from .op import Case, Exact, Op, add_outliers, all_rows, cases_for_tests, dequantized, draw_packed, widen
 from .recurrent_ops import exact_state_space
 
 Triple = list[mx.array]  # words, scales and, where there are any, biases of groups
@@ -223,7 +223,7 @@ def _ssm_token_twin(projected, conv_state, conv_weight, conv_bias, a_log, d, dt_
 TOKEN_LAYER_OPS: tuple[Op, ...] = (
     ShortConvTokenOp(
         name="short_conv_token",
-        parameters=(("projected", "rows"), ("conv_state", "rows"), ("conv_weight", "rows")),
+        parameters=all_rows("projected", "conv_state", "conv_weight"),
         outputs=2,
         ours=_short_conv_token,
         twin=_short_conv_token_twin,
@@ -244,13 +244,7 @@ TOKEN_LAYER_OPS: tuple[Op, ...] = (
     ),
     SsmTokenOp(
         name="ssm_token",
-        parameters=tuple(
-            (name, "rows")
-            for name in (
-                *("projected", "conv_state", "conv_weight", "conv_bias", "A_log", "D", "dt_bias"),
-                "state",
-            )
-        ),
+        parameters=all_rows(*("projected", "conv_state", "conv_weight", "conv_bias", "A_log", "D", "dt_bias"), "state"),
         outputs=3,
         ours=recurrent_layers.ssm_token,
         twin=_ssm_token_twin,
