@@ -158,7 +158,7 @@ def mlx_lm(folder: Path) -> list[str]:
     return problems
 
 
-def compile_errors(site: Path, version: str) -> Iterator[str]:
+def compile_errors(site: Path) -> Iterator[str]:
     """The first error of each C++ file that does not compile against the new headers; nothing is linked."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
     nanobind = guard.folder("nanobind", "src/nb_internals.h")
@@ -234,7 +234,7 @@ def main() -> int:
         report.add("nanobind", tag(old, new))
         report.add("mlx-lm", mlx_lm(lm))
         if arguments.compile:
-            report.add("C++ files", [*compile_errors(site, arguments.version)])
+            report.add("C++ files", [*compile_errors(site)])
     print(f"mlx {pinned} is pinned; {arguments.version} beside it:")
     print("\n".join(report.lines))
     if arguments.write:

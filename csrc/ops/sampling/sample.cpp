@@ -14,7 +14,7 @@
 #include "mlx/ops.h"
 #include "mlx/random.h"
 #include "ops/sampling/adjustment.h"
-#include "ops/sampling/composition.h"
+#include "ops/sampling/sample_composed.h"
 #include "ops/sampling/penalties.h"
 #include "ops/sampling/sample.h"
 #include "ops/sampling/sample_primitive.h"

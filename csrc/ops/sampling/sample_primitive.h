@@ -4,7 +4,7 @@
 #include <optional>
 #include <utility>
 
-#include "ops/sampling/composition.h"
+#include "ops/sampling/sample_composed.h"
 
 namespace mittens {
 

@@ -1,7 +1,7 @@
 #include "cpu/attention/attention.h"
 
-#include "cpu/isa/attention/attention_block.h"
-#include "cpu/isa/attention/attention_rows.h"
+#include "cpu/isa/attention/attention_row_block.h"
+#include "cpu/isa/attention/attention_few_rows.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

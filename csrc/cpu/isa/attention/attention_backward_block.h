@@ -1,9 +1,9 @@
 // Blocks of rows against blocks of keys for the gradients of attention. Lanes are rows while weights are computed, as
-// in attention_block.h, and columns where they are multiplied with queries, keys and cotangents.
+// in attention_row_block.h, and columns where they are multiplied with queries, keys and cotangents.
 #pragma once
 
 #include "cpu/attention/attention_backward.h"
-#include "cpu/isa/attention/attention_block.h"
+#include "cpu/isa/attention/attention_row_block.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 

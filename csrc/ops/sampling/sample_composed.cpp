@@ -1,4 +1,4 @@
-#include "ops/sampling/composition.h"
+#include "ops/sampling/sample_composed.h"
 
 #include <cmath>
 #include <limits>
