@@ -280,8 +280,9 @@ def take_tokens(
 
     Example:
         >>> keys, values = mx.random.normal((1, 1, 9, 512)), mx.random.normal((1, 1, 9, 64))
-        >>> [a.shape for a in mm.take_tokens(keys, values, mx.array([[[8, 3, 0]]]))]
-        [(1, 1, 3, 512), (1, 1, 3, 64)]
+        >>> new_keys, new_values = mm.take_tokens(keys, values, mx.array([[[8, 3, 0]]]))
+        >>> new_keys.shape, new_values.shape
+        ((1, 1, 3, 512), (1, 1, 3, 64))
 
     Source:
         The choice of keys is DeepSeek-V3.2's, as of ``index_scores``.

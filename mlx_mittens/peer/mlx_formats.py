@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..ops.custom import int32, int64
 from .mlx_sources import TYPES, instance
 
 # Words of a step of MLX's product of one row: a lane takes two, of 2 bits one.
@@ -62,3 +65,15 @@ class Format:
         if biases is not None:
             return [w, scales, biases]
         return [w, scales, mx.zeros((1,))] if has_scale_of_all else [w, scales]
+
+
+def layouts(x: mx.array, weights: Weights) -> list[bytes]:
+    """Axes, shapes and strides of x and of weights, which lie in memory row by row."""
+    w, *of_groups = weights
+    values = [int32(x.ndim - 2), int32(*x.shape), strides_of(x.shape), int32(w.ndim - 2), int32(*w.shape)]
+    return values + [strides_of(a.shape) for a in (w, *of_groups) if a is not None]
+
+
+def strides_of(shape: Sequence[int]) -> bytes:
+    """Strides of a shape that lies in memory row by row."""
+    return int64(*(math.prod(shape[i + 1 :]) for i in range(len(shape))))

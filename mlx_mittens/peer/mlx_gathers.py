@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ import mlx.core as mx
 from .. import _ext
 from ..ops.custom import Output, int32, int64, launch
 from . import mlx_matrix_units, mlx_quantized, mlx_unit_gathers
-from .mlx_formats import Format, Weights
+from .mlx_formats import Format, Weights, layouts
 from .mlx_sources import TYPES, instance
 
 _SIMD = 32
@@ -110,7 +109,7 @@ def _qmv_of_matrices(x, weights, lhs_indices, rhs_indices, form, stream):
     kernel = form.kernel("gather_qmv_fast" if is_whole else "gather_qmv", x.dtype)
     values = [*form.operands(weights), x, lhs_indices, rhs_indices]
     values += [Output([*lhs_indices.shape, m, n], x.dtype), int32(k), int32(n)]
-    values += _layouts(x, weights, lhs_indices.size)
+    values += _of_products(x, weights, lhs_indices.size)
     groups = [m, -(-n // 8), lhs_indices.size]
     return launch(*kernel, dict(enumerate(values)), groups, [_SIMD, 2, 1], stream=stream)[0]
 
@@ -123,17 +122,14 @@ def _qmm_of_matrices(x, weights, lhs_indices, rhs_indices, form, stream):
         tile, kernel = 32, form.kernel("gather_qmm_t", x.dtype, n % 32 == 0)
     values = [*form.operands(weights), x, lhs_indices, rhs_indices]
     values += [Output([*lhs_indices.shape, m, n], x.dtype), int32(k), int32(n), int32(m)]
-    values += _layouts(x, weights, lhs_indices.size)
+    values += _of_products(x, weights, lhs_indices.size)
     groups = [-(-n // tile), -(-m // tile), lhs_indices.size]
     return launch(*kernel, dict(enumerate(values)), groups, [_SIMD, 2, 2], stream=stream)[0]
 
 
-def _layouts(x: mx.array, weights: Weights, products: int) -> list[bytes]:
-    """Axes, shapes and strides of x, of weights and of indices, which lie in memory row by row."""
-    w, *of_groups = weights
-    values = [int32(x.ndim - 2), _ints(x.shape), _longs(x.shape), int32(w.ndim - 2), _ints(w.shape)]
-    values += [_longs(a.shape) for a in (w, *of_groups) if a is not None]
-    return [*values, int32(1), _ints((products,)), int64(1), int64(1)]
+def _of_products(x: mx.array, weights: Weights, products: int) -> list[bytes]:
+    """Layouts of x, of weights and of indices, which lie in memory row by row."""
+    return [*layouts(x, weights), int32(1), int32(products), int64(1), int64(1)]
 
 
 def gather_mm(
@@ -209,9 +205,9 @@ def _gather_mv(x, w, is_turned, lhs_indices, rhs_indices, stream):
     arguments: dict[int, Any] = {
         **{0: w, 1: x, 3: Output([*lhs_indices.shape, 1, n], x.dtype)},
         **{4: int32(k), 5: int32(n), 6: int32(strides[2 if is_turned else 1])},
-        **{9: int32(1), 10: _ints((lhs_indices.size,)), 11: struct.pack("=2q", 1, 1)},
+        **{9: int32(1), 10: int32(lhs_indices.size), 11: int64(1, 1)},
         **dict(enumerate(_of_rows(x), 12)),
-        **dict(enumerate((int32(1), _ints(w.shape), struct.pack("=3q", *strides)), 15)),
+        **dict(enumerate((int32(1), int32(*w.shape), int64(*strides)), 15)),
         **{18: lhs_indices, 19: rhs_indices},
     }
     return launch(
@@ -270,9 +266,9 @@ def _gather_wide(x, w, lhs_indices, rhs_indices, stream):
     values = [int32(size) for size in (k, n, m, strides[2], k)]
     output = Output([*lhs_indices.shape, m, n], x.dtype)
     arguments: dict[int, Any] = {0: w, 1: x, 3: output, **dict(enumerate(values, 4))}
-    arguments |= {11: int32(1), 12: _ints((lhs_indices.size,)), 13: struct.pack("=2q", 1, 1)}
+    arguments |= {11: int32(1), 12: int32(lhs_indices.size), 13: int64(1, 1)}
     arguments |= dict(enumerate(_of_rows(x), 14))
-    arguments |= {17: int32(1), 18: _ints(w.shape), 19: struct.pack("=3q", *strides), 20: lhs_indices, 21: rhs_indices}
+    arguments |= {17: int32(1), 18: int32(*w.shape), 19: int64(*strides), 20: lhs_indices, 21: rhs_indices}
     grid = [beside, -(-n // 4), lhs_indices.size]
     return launch(
         *kernel,
@@ -286,14 +282,4 @@ def _gather_wide(x, w, lhs_indices, rhs_indices, stream):
 def _of_rows(x: mx.array) -> tuple[bytes, bytes, bytes]:
     """Axes before the last two of rows that lie one after another, as one, its shape and strides."""
     rows = math.prod(x.shape[:-2])
-    return int32(1), _ints((rows,)), int64(x.shape[-2] * x.shape[-1])
-
-
-def _ints(values: Sequence[int]) -> bytes:
-    return struct.pack(f"={len(values)}i", *values)
-
-
-def _longs(shape: Sequence[int]) -> bytes:
-    """Strides of a shape that lies in memory row by row."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return struct.pack(f"={len(strides)}q", *strides)
+    return int32(1), int32(rows), int64(x.shape[-2] * x.shape[-1])

@@ -74,7 +74,12 @@ def takes_product(dtype: mx.Dtype, shape: tuple[int, int, int], group_size: int,
 
 
 def qmm(
-    values: Sequence[Any], dtype: mx.Dtype, shape: tuple[int, int, int], weights: Format, stream: Stream
+    values: Sequence[Any],
+    dtype: mx.Dtype,
+    shape: tuple[int, int, int],
+    weights: Format,
+    stream: Stream,
+    matrices: int = 1,
 ) -> mx.array:
     """The quantized product of many rows: 64 outputs of 64 rows a threadgroup, or of 32 where these are all.
 
@@ -84,11 +89,12 @@ def qmm(
         shape: Rows of x, its columns, and outputs.
         weights: Their format.
         stream: Where to run.
+        matrices: How many weights there are, each with rows of its own.
     """
     m, _, n = shape
     rows = _rows_of_tile(m)
-    kernel = weights.kernel("qmm_t_nax", dtype, n % 64 == 0, False, rows, 64, 64, 2, 2)
-    groups = [-(-n // 64), -(-m // rows), 1]
+    kernel = weights.kernel("qmm_t_nax", dtype, n % 64 == 0, matrices > 1, rows, 64, 64, 2, 2)
+    groups = [-(-n // 64), -(-m // rows), matrices]
     return launch(*kernel, dict(enumerate(values)), groups, [_SIMD, 2, 2], stream=stream)[0]
 
 

@@ -17,15 +17,19 @@ _CPU = mx.Device(mx.cpu)
 
 
 def product(operation: Operation) -> Call | None:
-    """A product of rows and transposed weights."""
+    """A product of rows and weights, or of a stack of each."""
     from ..peer import mlx_quantized
 
     group_size, bits, mode, transposed = operation.details
     x, *weights = operation.inputs
     form = Format(group_size, bits, mode)
-    if not transposed or len(weights[0].shape) != 2 or not _is_known(x, weights, form):
+    of_stack = weights[0].shape[:-2]
+    if not _is_known(x, weights, form) or (of_stack and of_stack != x.shape[:-2]):
         return None
-    shape = math.prod(x.shape[:-1]), x.shape[-1], weights[0].shape[0]
+    rows = x.shape[-2] if of_stack else math.prod(x.shape[:-1])
+    if not transposed:
+        return _by_columns(x, weights, rows, form) if rows >= mlx_quantized.FEWEST_BY_COLUMNS else None
+    shape = rows, x.shape[-1], weights[0].shape[-2]
     if mlx_quantized.is_by_matrices(shape, _CPU):
         return _by_matrices(x, weights, shape, form)
     options: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode, "stream": _CPU}
@@ -44,23 +48,53 @@ def _by_matrices(x: Array, weights: Sequence[Array], shape: tuple[int, int, int]
     from ..peer import mlx_matrix_units, mlx_quantized
 
     m, k, n = shape
-    on_units = mlx_matrix_units.takes_product(getattr(mx, x.dtype), shape, form.group_size, _CPU)
-    parts = mlx_matrix_units.parts_of_qmm(shape, form.group_size)
+    of_stack = weights[0].shape[:-2]
+    matrices = math.prod(of_stack)
+    parts, on_units = mlx_quantized.how_by_matrices(getattr(mx, x.dtype), shape, matrices, form.group_size, _CPU)
     rows, outputs, tiles = m, n, None
-    if m * n * k > MOST_SIMULATED:
+    if matrices * m * n * k > MOST_SIMULATED:
         rows, outputs = (min(64, 32 * -(-m // 32)), 64) if on_units else (32, 32)
         nbytes = x.nbytes + sum(a.nbytes for a in weights)
-        result, sums = m * n * x.itemsize, 4 * parts * m * n
+        result, sums = matrices * m * n * x.itemsize, 4 * parts * m * n
         moved = (nbytes + result,) if parts == 1 else (nbytes + sums, sums + result)
-        tiles = Tiles(-(-m // rows) * -(-n // outputs), moved)
+        tiles = Tiles(matrices * -(-m // rows) * -(-n // outputs), moved)
+        weights = [Array(a.shape[-2:], a.dtype, a.itemsize) for a in weights]
+        of_stack = ()
     elif on_units:
         rows = mlx_matrix_units.rows_that_run(m)
 
     def call() -> mx.array:
-        taken = drawn(Array((rows, k), x.dtype, x.itemsize))
+        taken = drawn(Array((*of_stack, rows, k), x.dtype, x.itemsize))
         return mlx_quantized.by_matrices(
             taken, _drawn(weights, outputs), (rows, k, outputs), form, parts, on_units, _CPU
         )
+
+    return Call(call, tiles)
+
+
+def _by_columns(x: Array, weights: Sequence[Array], m: int, form: Format) -> Call:
+    """The same of weights that are not transposed."""
+    from ..peer import mlx_quantized
+
+    of_stack, k = weights[0].shape[:-2], x.shape[-1]
+    matrices, n = math.prod(of_stack), weights[1].shape[-1] * form.group_size
+    on_units = mlx_quantized.are_columns_on_units(getattr(mx, x.dtype), (m, k, n), form, _CPU)
+    tile = 64 if on_units else 32
+    # Whole tiles where the simulator would fault the last.
+    rows, outputs, tiles = -(-m // tile) * tile if on_units and m % tile >= tile // 2 else m, n, None
+    if matrices * m * n * k > MOST_SIMULATED:
+        rows, outputs = min(rows, tile), max(64, form.group_size)
+        nbytes = x.nbytes + sum(a.nbytes for a in weights) + matrices * m * n * x.itemsize
+        all_tiles = matrices * -(-m // tile) * -(-n // tile)
+        tiles, of_stack = Tiles(all_tiles * tile / outputs, (nbytes,)), ()
+
+    def call() -> mx.array:
+        taken = drawn(Array((*of_stack, rows, k), x.dtype, x.itemsize))
+        parts = [Array((*of_stack, k, a.shape[-1] * outputs // n), a.dtype, a.itemsize) for a in weights]
+        w, scales, *biases = map(drawn, parts)
+        options: dict[str, Any] = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode, "stream": _CPU}
+        of_groups = scales, biases[0] if biases else None
+        return mlx_quantized.quantized_matmul(taken, w, *of_groups, transpose=False, **options)
 
     return Call(call, tiles)
 

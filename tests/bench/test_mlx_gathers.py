@@ -93,6 +93,80 @@ def test_split_products_with_small_floats(draw):
     assert_near(found, specs.widen(x) @ wide.T, 2)
 
 
+STACKS = [
+    # GPU, mode, rows of x, outputs, columns, the kernel
+    ("m5", "affine", 65, 70, 64, "affine_qmm_t_nax_half_64_4_false_true_64_64_64_2_2"),
+    ("m5", "mxfp4", 65, 64, 64, "fp_qmm_t_nax_half_32_4_true_true_64_64_64_2_2"),
+    ("m4-max", "affine", 33, 40, 128, "affine_qmm_t_half_64_4_false_true"),
+    ("m5", "affine", 3, 70, 192, "affine_qmv_wide_half_64_4_3_8_true"),
+    ("m5", "affine", 1, 70, 192, "affine_qmv_half_64_4_true"),
+    ("m5", "affine", 1, 64, 512, "affine_qmv_fast_half_64_4_true_false"),
+    ("m5", "affine", 2, 64, 128, "affine_qmv_quad_half_64_4_128_true"),
+]
+
+
+@pytest.mark.parametrize("gpu, mode, rows, outputs, columns, kernel", STACKS, ids=str)
+def test_quantized_products_of_a_stack(draw, gpu, mode, rows, outputs, columns, kernel):
+    weights, options, wide = quantized(draw, mode, 3, outputs, columns)
+    x = draw(3, rows, columns)
+    found, ((name, (*_, matrices), _),) = recorded(lambda: mlx_quantized.quantized_matmul(x, *weights, **options), gpu)
+    assert (name, matrices) == (kernel, 3)
+    assert_near(found, specs.widen(x) @ wide.swapaxes(1, 2), 2)
+
+
+COLUMNS = [
+    # GPU, mode, rows of x, columns, outputs, the kernel
+    ("m5", "affine", (65, 64), 128, "affine_qmm_n_nax_half_64_4_false_64_64_64_2_2"),
+    ("m5", "affine", (3, 4, 128), 64, "affine_qmm_n_nax_half_64_4_true_64_64_64_2_2"),
+    ("m5", "affine", (33, 96), 64, "affine_qmm_n_half_64_4_false"),
+    ("m5", "mxfp4", (33, 64), 96, "fp_qmm_n_half_32_4_false"),
+    ("m4-max", "affine", (2, 5, 64), 128, "affine_qmm_n_half_64_4_true"),
+]
+
+
+@pytest.mark.parametrize("gpu, mode, shape, outputs, kernel", COLUMNS, ids=str)
+def test_quantized_products_of_weights_that_are_not_transposed(draw, gpu, mode, shape, outputs, kernel):
+    weights, options, wide = quantized(draw, mode, *shape[:-2], shape[-1], outputs)
+    x = draw(*shape)
+    found, ((name, *_),) = recorded(
+        lambda: mlx_quantized.quantized_matmul(x, *weights, transpose=False, **options), gpu
+    )
+    assert name == kernel
+    assert_near(found, specs.widen(x) @ wide, 2)
+
+
+@pytest.mark.parametrize("rows, gpu, times", [(20, "m5", None), (4096, "m5", 64 * 16), (4096, "m2-max", 128 * 16)])
+def test_weights_that_are_not_transposed_are_predicted(rows, gpu, times):
+    x, w, of_groups = of("float16", rows, 64), of("uint32", 64, 128), of("float16", 64, 16)
+    operation = Operation(
+        "QuantizedMatmul", (64, 4, "affine", False), (x, w, of_groups, of_groups), (of("float16", rows, 1024),)
+    )
+    with mx.stream(mx.cpu), mm.simulator.enabled(gpu=gpu):
+        call = mlx_quantized_launches.product(operation)
+        assert call is not None and (call.tiles and call.tiles.times) == times
+        mx.eval(call.make())
+
+
+def test_a_stack_has_the_axes_of_its_rows(draw):
+    weights, options, _ = quantized(draw, "affine", 3, 8, 64)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 1, 64\), w \(3, 8, 8\): expected the same axes"):
+        mlx_quantized.quantized_matmul(draw(2, 1, 64), *weights, **options)
+
+
+@pytest.mark.parametrize("outputs, is_large", [(64, False), (4096, True)])
+def test_a_stack_is_predicted(outputs, is_large):
+    x, w = Array((16, 512, 128), "float16", 2), Array((16, outputs, 16), "uint32", 4)
+    of_groups = Array((16, outputs, 2), "float16", 2)
+    y = Array((16, 512, outputs), "float16", 2)
+    operation = Operation("QuantizedMatmul", (64, 4, "affine", True), (x, w, of_groups, of_groups), (y,))
+    with mx.stream(mx.cpu), mm.simulator.enabled(gpu="m5"):
+        call = mlx_quantized_launches.product(operation)
+    assert call is not None and (call.tiles is not None) == is_large
+    if is_large:
+        assert call.tiles.times == 16 * 8 * 64
+        assert call.tiles.nbytes == (x.nbytes + w.nbytes + 2 * of_groups.nbytes + y.nbytes,)
+
+
 def by_row(x, weights, indices):
     return np.stack([row.astype(np.float64) @ weights[i] for row, i in zip(specs.widen(x), np.array(indices).ravel())])
 
