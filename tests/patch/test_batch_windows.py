@@ -1,14 +1,13 @@
 """mm.nn.BatchRotatingQuantizedKVCache: each row holds, bit for bit, the words of mx.quantize for its last tokens."""
 
 import copy
-import runpy
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.pages import MODELS
 from helpers.support import assert_same_bits
 from helpers.tolerances import assert_near
 
@@ -240,10 +239,9 @@ def test_mlx_lm_merges_by_it(rng, native):
 
 def test_models_of_latents_refuse_quantized_caches_by_name(native):
     """mlx-lm's own call fails at an attribute."""
-    models = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     for name, layer in (("deepseek_v3", "DeepseekV3Attention"), ("kimi_linear", "KimiMLAAttention")):
-        model = models["build"](name, mx.float32)
+        model = MODELS["build"](name, mx.float32)
         with (
             mm.patched(),
             pytest.raises(ValueError, match=rf"\[{layer}\] the cache is a QuantizedKVCache: expected one"),
