@@ -39,9 +39,11 @@ struct Stamp {
   uint32_t caller;  // relative to the library
 };
 
+// Plain and atomic reads conflict with different accesses, so that neither may stand for the other.
 struct Cell {
   Stamp write;
   Stamp read;
+  Stamp atomic_read;
 };
 
 // One buffer or threadgroup array, in one slot of the arena.
@@ -58,7 +60,7 @@ struct Region {
   bool complete = false;  // every byte is to be written by the launch
   uintptr_t buffer = 0;  // where the buffer begins in the caller's memory, by which it is known
   size_t offset = 0;  // from there
-  size_t packed = 0;  // of a threadgroup array: its offset, if all are laid out one after the other
+  size_t packed = 0;  // of a threadgroup array: its offset for counts of traffic, as if all lay one after the other
   size_t item = 0;  // bytes of an element, where that is known
   unsigned granule_bits = 2;
   std::vector<Cell> cells = {};  // none where nothing may be written
@@ -136,8 +138,8 @@ class MemoryWatcher {
   // An access to the components of a vector that `mask` selects, each of `bytes`. Together they count as one access.
   void lanes(const void* address, size_t bytes, unsigned mask, bool stores, const void* caller);
   void atomic(const volatile void* address, size_t bytes, bool reads, bool writes, const void* caller);
-  // The code found an index beyond its array. If the next access is to a threadgroup array, it faults with that array's
-  // name. Otherwise the array is the thread's own, and settle() faults.
+  // The code found an index beyond its array, and names no array. An access to a threadgroup array that follows at once
+  // is through that index, and faults with its name; else settle() faults: the array was the thread's own.
   void outside_array(const void* caller);
   // An array of the running thread's own, declared without values, begins to live; without a name, it ends. An element
   // of `unit` bytes is written once a part of it is: a copy of a struct reads all of its members.
@@ -177,7 +179,8 @@ class MemoryWatcher {
     std::vector<bool> written;
   };
 
-  // A store over another thread's store: a race unless both wrote the same value, which shows after the store.
+  // A store over another thread's store: a race unless both wrote the same value. The watcher runs before each access,
+  // so that the next one compares.
   struct Postponed {
     const Region* region;
     size_t offset;
@@ -200,6 +203,7 @@ class MemoryWatcher {
   void find_aliases(Region& region);
   void check_aliases(const Region& region, size_t offset, const Access& access);
   void on_load(Region& region, Cell& cell, size_t offset, const Access& access);
+  void on_read(Stamp& read, const Region& region, const Access& access);
   void on_store(Region& region, Cell& cell, size_t offset, const Access& access);
   bool in_order(const Stamp& earlier, const Region& region, const Clock& clock, const abi::Thread& thread) const;
   void refine(Region& region, unsigned granule_bits);

@@ -150,17 +150,15 @@ void MemoryWatcher::on_load(Region& region, Cell& cell, size_t offset, const Acc
   if (access.writes) {
     return;
   }
-  // Keep only the latest of ordered reads: whatever is ordered after it is ordered after the earlier ones.
-  Stamp& read = cell.read;
-  unsigned who = thread.index;
-  if (read.epoch != 0 && !in_order(read, region, clock, thread)) {
-    const bool atomic = access.kind == kAtomic;
-    if (atomic && !read.atomic) {
-      return;  // keeps the plain read, which conflicts with more accesses
-    }
-    who = atomic == read.atomic ? together(read, clock, thread) : who;
-  }
-  read = stamp(who, clock, thread, access);
+  on_read(access.kind == kAtomic ? cell.atomic_read : cell.read, region, access);
+}
+
+// Keeps only the latest of ordered reads: whatever is ordered after it is ordered after the earlier ones.
+void MemoryWatcher::on_read(Stamp& read, const Region& region, const Access& access) {
+  const Clock& clock = clock_of(region);
+  const abi::Thread& thread = *runtime()->thread;
+  const bool apart = read.epoch != 0 && !in_order(read, region, clock, thread);
+  read = stamp(apart ? together(read, clock, thread) : thread.index, clock, thread, access);
 }
 
 void MemoryWatcher::on_store(Region& region, Cell& cell, size_t offset, const Access& access) {
@@ -177,12 +175,13 @@ void MemoryWatcher::on_store(Region& region, Cell& cell, size_t offset, const Ac
       race(region, offset, access, cell.write, "written");
     }
   }
-  if (cell.read.epoch != 0 && !in_order(cell.read, region, clock, thread) &&
-      !(access.kind == kAtomic && cell.read.atomic)) {
-    race(region, offset, access, cell.read, "read");
+  for (const Stamp& read : {cell.read, cell.atomic_read}) {
+    if (read.epoch != 0 && !in_order(read, region, clock, thread) && !(access.kind == kAtomic && read.atomic)) {
+      race(region, offset, access, read, "read");
+    }
   }
   cell.write = stamp(who, clock, thread, access);
-  cell.read = {};
+  cell.read = cell.atomic_read = {};
 }
 
 void MemoryWatcher::race(const Region& region, size_t offset, const Access& access, const Stamp& other,

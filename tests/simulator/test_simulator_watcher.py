@@ -547,6 +547,36 @@ PLANTS = {
         y[at] = i % 2 ? atomic_load_explicit(&counters[3], relaxed) : ((device uint*)counters)[3];
         """,
     ),
+    "plain_store_after_its_load_and_an_atomic_one": Plant(
+        ["race", '"counters"'],
+        """
+        y[at] = 0;
+        if (i == 1) { y[at] = atomic_load_explicit(&counters[group], relaxed); }
+        if (i == 2) { ((device uint*)counters)[group] = ((device uint*)counters)[group] + 1; }
+        """,
+        """
+        y[at] = 0;
+        if (i == 1) { y[at] = atomic_load_explicit(&counters[group], relaxed); }
+        if (i == 2) { atomic_store_explicit(&counters[group], ((device uint*)counters)[group] + 1, relaxed); }
+        """,
+    ),
+    "plain_store_after_an_atomic_load_of_another": Plant(
+        ["race", '"counters"'],
+        """
+        y[at] = ((device uint*)counters)[group + 2];
+        if (i == 1) { y[at] = atomic_load_explicit(&counters[group], relaxed); }
+        if (i == 0) { y[at] = ((device uint*)counters)[group]; }
+        simdgroup_barrier(mem_flags::mem_none);
+        if (i == 0) { ((device uint*)counters)[group] = 1; }
+        """,
+        """
+        y[at] = ((device uint*)counters)[group + 2];
+        if (i == 1) { y[at] = atomic_load_explicit(&counters[group], relaxed); }
+        if (i == 0) { y[at] = ((device uint*)counters)[group]; }
+        threadgroup_barrier(mem_flags::mem_device);
+        if (i == 0) { ((device uint*)counters)[group] = 1; }
+        """,
+    ),
     "matrix_load_past_the_end": Plant(
         ["reads", '"x"', "out of bounds"],
         """
