@@ -97,7 +97,7 @@ std::optional<Place> place_of_token(const Rotating& cache, const mx::array& new_
   std::optional<Arrays> made;
   if (more > 0 || dropped > 0) {
     if (more > 0 && dropped > 0) {
-      return std::nullopt;  // which no cache comes to
+      return std::nullopt;  // no cache grows and drops tokens in one step
     }
     const Runs runs = dropped > 0 ? Runs{{0, cache.kept}, {dropped + cache.kept, size}} : Runs{{0, size}};
     made = made_of_runs(cache, runs, new_keys, new_values, more);
@@ -179,7 +179,8 @@ std::optional<Place> place_of(nb::handle cache, const Rotating& found, const mx:
   return in_place ? place_of_token(found, new_keys, new_values) : place_of_tokens(found, new_keys, new_values);
 }
 
-// turned: whether keys are appended as they are, where no append turns them.
+// turned: new_keys have their rotary embedding. If no append is pending that would turn them, they are appended as they
+// are.
 std::optional<Seen> put_into_place(nb::handle cache, const Place& place, const Arrays& held, const mx::array& new_keys,
                                    const mx::array& new_values, bool turned) {
   if (place.made) {

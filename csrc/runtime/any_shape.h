@@ -137,7 +137,7 @@ auto for_any_shape(const char* op, Result (*function)(Arguments...)) {
     }
     Given given(arguments...);
     const Arrays inputs = arrays_in(given);
-    // Stand-ins, since the graph would keep the arrays that its function keeps.
+    // Keep shapes and types alone: arrays here would live as long as the graph.
     ArraysIn<Given>::visit(given, [](mx::array& array) { array = stand_in_for(array); });
     Result result = [&] {
       const AskingForShapes asking;

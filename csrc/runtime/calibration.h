@@ -55,14 +55,14 @@ inline uint32_t problem_size(size_t count) {
 }
 
 // The choice measured nearest to a problem, within a factor of 2 in each size. Where there is none, the choice of all
-// measurements within a factor of 16 in each size, if they lie around the problem and agree. For plans, which follow
-// its schedule and its parallelism.
+// measurements within a factor of 16 in each size, if the problem lies between them and they agree. Plans take its
+// schedule and its parallelism.
 Choice calibrated(const Problem& problem, mx::Stream stream);
 
 // Whether mx is to compute a problem that a kernel covers as well. By calibration where it knows the problem, else
 // where there is a reason for which mx is faster on this GPU. stats() has the reason. Never in strict mode or under a
 // strict patch, which ask for the kernel, unless the op is switched off.
-// called: the op that statistics and switches name, where it asks for another's problem.
+// called: the op that statistics and switches name, if the problem is another op's.
 bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream, const char* called = nullptr);
 
 // Keeps a launch while launches are recorded: two plans that come to the same ones are one.

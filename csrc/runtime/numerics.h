@@ -19,8 +19,8 @@ inline bool is_exact() {
   return numerics().exact;
 }
 
-// While an instance exists, numerics() is this on its thread: for a call that was made earlier and computes now, or
-// that says something else.
+// While an instance exists, numerics() is this on its thread: a lazy call computes by the settings of when it was made,
+// and a call's arguments come before them.
 class WithNumerics {
  public:
   explicit WithNumerics(Numerics value);

@@ -16,7 +16,7 @@ namespace {
 constexpr unsigned kSimdgroup = 1024;
 constexpr unsigned kSeveral = 2044;
 constexpr unsigned kSeveralThreadgroups = 2045;
-constexpr uint32_t kLastSimdEpoch = (1u << 20) - 1;
+constexpr uint32_t kLastSimdEpoch = (1u << 20) - 1;  // as Stamp's bits have room for
 
 // Whether all that the stamp names are lanes of this simdgroup.
 bool of_simdgroup(const Stamp& stamp, unsigned simdgroup) {

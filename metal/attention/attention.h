@@ -1,6 +1,6 @@
 // Attention, transposed, of 8 rows of queries that share keys and values:
 //
-//   S = K Q^T,   P = exp(S - m),   O = V^T P,   y = (O / l)^T,   m, l: maximum and sum of P's columns
+//   S = K Q^T,   P = exp(S - m),   O = V^T P,   y = (O / l)^T,   m: maximum of S's columns, l: sum of P's
 //
 // Transposed, K and V are left operands in the order of memory, and P is a right operand without a shuffle. A lane
 // holds the same two neighbouring rows of queries throughout.
@@ -206,7 +206,7 @@ inline void attention(
   Tile<float, N, 1> sums;
   fill(sums, 0.0f);
   OnlineSoftmax<T> softmax = first_state<T>(sinks, place, params, worker);
-  limits.refuse(softmax, place, params, worker);
+  limits.refuse(softmax, place, params, worker);  // NaN for rows whose limits are no places of keys
   blocks.seek(range.begin + worker * keys_at_once);
 #pragma unroll 1
   for (uint key = range.begin + worker * keys_at_once; key < range.end; key += step) {

@@ -123,8 +123,8 @@ inline KeyRange find_rows(
   return range;
 }
 
-// The maximum of a row; one whose keys all score -inf differs from one without keys. A key that an array's mask hides
-// by -inf does not count as seen.
+// The maximum of a row. A row whose keys all score -inf has lowest_score, a row without keys -inf. A key that an
+// array's mask hides by -inf does not count as seen.
 inline float seen_maximum(float m, threadgroup const AttentionRow& row, constant AttentionParams& params) {
   return m == -INFINITY && params.mask_kind == no_mask && row.begin < row.end ? lowest_score : m;
 }
@@ -139,7 +139,7 @@ constexpr uint all_hidden() {
 // that sees one of them.
 template <int C>
 inline float2 nan_where_seen(uint hidden) {
-  constexpr uint of_first = all_hidden<C>() / 3;
+  constexpr uint of_first = all_hidden<C>() / 3;  // every second bit, from the first on
   const bool first = (hidden & of_first) != of_first;
   const bool second = (hidden >> 1 & of_first) != of_first;
   return float2(first ? NAN : 0.0f, second ? NAN : 0.0f);
@@ -190,7 +190,7 @@ inline void mask_scores(
   }
 }
 
-// Before any key: a row's sink, if it has one, in one of all simdgroups.
+// Before any key: a row's sink, if it has one. Of the simdgroups that share a row's keys only the first has it.
 template <typename T>
 inline OnlineSoftmax<T> first_state(
     const device T* sinks, AttentionPlace place, constant AttentionParams& params, uint worker) {

@@ -7,7 +7,7 @@
 //   columns[weights]  arrays [columns]; each may be absent
 //   y                 the result [rows, columns]
 //
-// and four functions:
+// and four functions, with the types and numbers that they need (rms_norm.h is an example):
 //
 //   none    the Stat of zero elements, if reduces is 1; fill is the value of elements outside of a row
 //   of      Stat of one thread's elements of a row

@@ -25,7 +25,7 @@ inline float square_sum(thread const uint4 (&packs)[N], T edge) {
   return sum;
 }
 
-// x * n is rounded to T before the scale is applied, as mx does.
+// x * n is rounded to T before the scale is applied, as mx does. Without a scale the store rounds.
 template <typename T, int W>
 inline void normalize(thread float (&v)[W], float n, bool has_weight, thread const float (&weight)[W], float offset) {
 #pragma unroll

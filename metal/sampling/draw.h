@@ -17,7 +17,7 @@ constant constexpr uint list_size = 2048;
 
 // ---- mathematics; csrc/cpu/isa/sampling/sample.cpp has the same, operation for operation ----
 
-// Of random bits; the uniform number they make is less than 1, and 0 counts as half of the next one.
+// Gumbel noise of 32 random bits: -log(-log(bits / 2^32)). The quotient stays below 1, and is 2^-33 for bits 0.
 inline float gumbel(uint bits) {
   const float u = bits == 0 ? 0x1p-33f : min(float(bits) * 0x1p-32f, 0x1.fffffep-1f);
   return -log_of(-log_of(u));

@@ -42,8 +42,8 @@ class CacheStepPrimitive : public mx::Primitive, public Plannable {
     return attending_.has_value();
   }
 
-  // The arrays of the buffers are evaluated with the result, as other outputs are: who holds them may be another
-  // thread, where the stream is not.
+  // The arrays of the buffers are evaluated with the result, as other outputs are: a thread that does not have the
+  // stream may hold them.
   void promise(const mx::array& result, const Arrays& buffers) {
     result_ = Promised(result);
     for (const mx::array& buffer : buffers) {
@@ -294,7 +294,7 @@ std::optional<mx::array> join_step(const Arrays& inputs, const std::shared_ptr<m
   Arrays of_joined = queries.inputs();
   of_joined.insert(of_joined.end(), others, inputs.end());
   mx::array result(shape, queries.dtype(), joined, std::move(of_joined));
-  // Who holds the queries has them by the buffers' way.
+  // An array that still holds the queries gets them as one more output of the joined step, as the buffers do.
   queries.primitive_ptr() = std::make_shared<CacheBuffer>(stream, buffers.size());
   queries.inputs() = {result};
   for (mx::array& buffer : buffers) {

@@ -29,7 +29,8 @@ inline ExpertSizes sizes_of(const Problem& problem) {
   return {rows, experts, columns, outputs};
 }
 
-// matrices, from here on: of an expert that pass by one simdgroup, 2 for gate and up; 0 where no kernel takes tiles.
+// Below, `matrices` counts the matrices of an expert that a simdgroup multiplies: 1, or 2 for gate and up; 0 if no
+// kernel takes tiles.
 
 // Whether each row is to be computed as if it were alone.
 bool are_exact(const ExpertSizes& sizes);
