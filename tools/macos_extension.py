@@ -113,7 +113,9 @@ class Compiler:
             for path in paths
         ]
         shared = ["-fvisibility=default"]
-        items += [("core", _together(_CSRC / name, folder), shared) for name in ("cpu", "simulator")]
+        families = [path for path in sorted((_CSRC / "cpu").iterdir()) if path.is_dir() and path.name != "isa"]
+        folders = (_CSRC / "cpu", *families, _CSRC / "simulator")
+        items += [("core", _together(one, folder), shared) for one in folders]
         return self._compiled(items, folder)
 
     def objects(self, folder: Path) -> list[Path]:

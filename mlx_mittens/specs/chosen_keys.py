@@ -37,6 +37,7 @@ class TakeOp(ModelOp):
     """
 
     outputs: int = 2
+    smallest = (1, 1, 2, 8, 8, 2)
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         batch, heads, tokens, width, value_width, count = case.shape
