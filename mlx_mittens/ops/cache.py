@@ -276,7 +276,7 @@ def take_tokens(
 
     Raises:
         DtypeError: ``indices`` is neither int32 nor uint32, or ``keys`` or ``values`` not floating-point.
-        ValueError: The shapes do not fit together.
+        ValueError: The shapes do not fit together, or there are indices and no tokens.
 
     Example:
         >>> keys, values = mx.random.normal((1, 1, 9, 512)), mx.random.normal((1, 1, 9, 64))

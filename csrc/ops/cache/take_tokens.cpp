@@ -44,7 +44,7 @@ Arrays compose(const Arrays& inputs, mx::Stream s) {
     const mx::Shape shape = {rows.shape(0), rows.shape(1), indices.shape(2), rows.shape(3)};
     const mx::array nan(std::numeric_limits<float>::quiet_NaN(), rows.dtype());
     if (tokens == 0) {
-      results.push_back(mx::full(shape, nan, s));
+      results.push_back(mx::full(shape, nan, s));  // of shape 0
       continue;
     }
     const mx::array taken = mx::take_along_axis(rows, mx::broadcast_to(within, shape, s), 2, s);
@@ -69,6 +69,9 @@ void check(const mx::array& keys, const mx::array& values, const mx::array& indi
       (indices.shape(1) != 1 && indices.shape(1) != keys.shape(1))) {
     checks::fail(op, "indices has shape ", indices.shape(), ", keys ", keys.shape(),
                  ": expected [batch, heads, count], or one head");
+  }
+  if (keys.shape(2) == 0 && indices.shape(2) != 0) {
+    checks::fail(op, "keys has shape ", keys.shape(), ", indices ", indices.shape(), ": expected a token to take");
   }
 }
 
