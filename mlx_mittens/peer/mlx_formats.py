@@ -58,7 +58,7 @@ class Format:
         """The kernel's arguments of weights, in order.
 
         Args:
-            weights: Them.
+            weights: Words, scales, and biases of affine ones.
             has_scale_of_all: Whether a kernel for small floats takes a scale of all weights, which it then ignores.
         """
         w, scales, biases = weights

@@ -157,7 +157,7 @@ def gather_mm(
     m = x.shape[-2]
     mx.eval(w)
     if m == 1 and sorted_indices:
-        of_sorted = mlx_unit_gathers.gather_mm if mlx_unit_gathers.takes_sorted_mm(x.dtype, stream) else _sorted_mm
+        of_sorted = mlx_unit_gathers.gather_mm if mlx_matrix_units.are_used(x.dtype, stream) else _sorted_mm
         return of_sorted(x, w, rhs_indices, stream=stream)
     strides = _ext.strides(w)
     is_turned = strides[2] != 1 and strides[1] == 1

@@ -46,13 +46,16 @@ def fewest_rows_of_qmm(k: int, n: int, stream: Stream = None) -> int | None:
     return 33 if max(k, n) <= 2048 else 25 if max(k, n) <= 4096 else 13
 
 
-def parts_of_qmm(shape: tuple[int, int, int], group_size: int) -> int:
+def parts_of_qmm(shape: tuple[int, int, int], group_size: int, matrices: int = 1) -> int:
     """Into how many parts MLX splits the columns of a quantized product of many rows, for some 512 threadgroups.
 
     Args:
-        shape: Rows of x, its columns, and outputs.
+        shape: Rows of x for each matrix, its columns, and outputs.
         group_size: Weights that share a scale.
+        matrices: How many weights there are; products with several are not split.
     """
+    if matrices > 1:
+        return 1
     m, k, n = shape
     align = max(group_size, 32)
     parts = max(1, min(512 // (-(-n // 32) * -(-m // 32)), k // align))
@@ -61,16 +64,19 @@ def parts_of_qmm(shape: tuple[int, int, int], group_size: int) -> int:
     return parts
 
 
-def takes_product(dtype: mx.Dtype, shape: tuple[int, int, int], group_size: int, stream: Stream = None) -> bool:
+def takes_product(
+    dtype: mx.Dtype, shape: tuple[int, int, int], group_size: int, matrices: int = 1, stream: Stream = None
+) -> bool:
     """Whether MLX's quantized product of many rows is the one on matrix units: one that it splits along K is not.
 
     Args:
         dtype: Of x.
-        shape: Rows of x, its columns, and outputs.
+        shape: Rows of x for each matrix, its columns, and outputs.
         group_size: Weights that share a scale.
+        matrices: How many weights there are.
         stream: Where it is to run.
     """
-    return shape[1] % 64 == 0 and parts_of_qmm(shape, group_size) == 1 and are_used(dtype, stream)
+    return shape[1] % 64 == 0 and parts_of_qmm(shape, group_size, matrices) == 1 and are_used(dtype, stream)
 
 
 def qmm(
@@ -103,13 +109,17 @@ def _rows_of_tile(m: int) -> int:
 
 
 def rows_that_run(m: int) -> int:
-    """Rows of a quantized product that makes the same tiles as m rows, and that the simulator runs.
+    """Rows of a quantized product that makes the same tiles as m rows, and that the simulator runs."""
+    return whole_tiles(m, _rows_of_tile(m))
 
-    If the last tile's rows fill the first of its two SIMD-groups, but not the second, these wait at two copies of one
+
+def whole_tiles(size: int, tile: int = 64) -> int:
+    """Rows or columns of the same tiles that the simulator runs: a whole last tile where it would fault a part of one.
+
+    If a part fills the first of the tile's two SIMD-groups, but not the second, these wait at two copies of one
     barrier. Metal's specification forbids that, and the simulator faults it; a GPU counts arrivals.
     """
-    tile = _rows_of_tile(m)
-    return -(-m // tile) * tile if m % tile >= tile // 2 else m
+    return -(-size // tile) * tile if size % tile >= tile // 2 else size
 
 
 def takes_attention(dtype: mx.Dtype, width: int, stream: Stream = None) -> bool:

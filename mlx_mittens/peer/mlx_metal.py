@@ -357,7 +357,10 @@ PEERS: dict[str, Peer] = {
     "matmul": Peer(_matmul_of_case, _covers_matmul),
     "quantized_matmul": Peer(
         mlx_quantized.quantized_matmul,
-        lambda case, options: options.get("transpose", True) and "exact" not in options,
+        lambda case, options: (
+            "exact" not in options
+            and (options.get("transpose", True) or case.shape[0] >= mlx_quantized.FEWEST_BY_COLUMNS)
+        ),
     ),
     "gather_qmm": Peer(_gather_qmm_of_case, _covers_gather),
     "gather_mm": Peer(_gather_mm_of_case, _covers_gather),

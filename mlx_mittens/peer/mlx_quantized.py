@@ -57,30 +57,14 @@ def quantized_matmul(
     shape = rows, x.shape[-1], w.shape[-2]
     if not is_by_matrices(shape, stream):
         return _by_vectors(x, weights, shape, form, stream)
-    parts, on_units = how_by_matrices(x.dtype, shape, _matrices(weights), group_size, stream)
+    matrices = _matrices(weights)
+    parts = mlx_matrix_units.parts_of_qmm(shape, group_size, matrices)
+    on_units = mlx_matrix_units.takes_product(x.dtype, shape, group_size, matrices, stream)
     return by_matrices(x, weights, shape, form, parts, on_units, stream)
 
 
 def _matrices(weights: Weights) -> int:
     return math.prod(weights[0].shape[:-2])
-
-
-def how_by_matrices(
-    dtype: mx.Dtype, shape: Shape, matrices: int, group_size: int, stream: Stream = None
-) -> tuple[int, bool]:
-    """Into how many parts MLX splits the columns of a product of many rows, and whether it is on matrix units.
-
-    Args:
-        dtype: Of x.
-        shape: Rows of x for each matrix, its columns, and outputs.
-        matrices: How many weights there are: of several none is split.
-        group_size: Weights that share a scale.
-        stream: Where it is to run.
-    """
-    if matrices > 1:
-        return 1, shape[1] % 64 == 0 and mlx_matrix_units.are_used(dtype, stream)
-    parts = mlx_matrix_units.parts_of_qmm(shape, group_size)
-    return parts, mlx_matrix_units.takes_product(dtype, shape, group_size, stream)
 
 
 def is_by_matrices(shape: Shape, stream: Stream = None) -> bool:

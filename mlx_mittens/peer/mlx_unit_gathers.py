@@ -14,18 +14,12 @@ import mlx.core as mx
 
 from .. import _ext
 from ..ops.custom import Output, int32, launch
-from . import mlx_matrix_units
 from .mlx_formats import Format, Weights
 from .mlx_sources import TYPES, instance
 
 _SIMD = 32
 
 Stream = mx.Stream | mx.Device | None
-
-
-def takes_sorted_mm(dtype: mx.Dtype, stream: Stream = None) -> bool:
-    """Whether MLX's dense product of single rows that are sorted by their matrix is on matrix units."""
-    return mlx_matrix_units.are_used(dtype, stream)
 
 
 def rows_that_run(rows: int, matrices: int, tile: int, along_rows: int = 1) -> list[int]:
@@ -124,11 +118,6 @@ def gather_qmm(
     constants = {201: n % 64 == 0, 202: k % 64 == 0}
     arguments: dict[int, Any] = dict(enumerate(values))
     return launch(*kernel, arguments, grid, [_SIMD, 2, 2], constants=constants, stream=stream)[0]
-
-
-def takes_segments(dtype: mx.Dtype, stream: Stream = None) -> bool:
-    """Whether MLX's product over segments is on matrix units."""
-    return mlx_matrix_units.are_used(dtype, stream)
 
 
 def segmented_mm(a: mx.array, b: mx.array, segments: mx.array, *, stream: Stream = None) -> mx.array:

@@ -33,7 +33,7 @@ def product(operation: Operation) -> Call | None:
     if mlx_quantized.is_by_matrices(shape, _CPU):
         return _by_matrices(x, weights, shape, form)
     options: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode, "stream": _CPU}
-    return Call(lambda: mlx_quantized.quantized_matmul(drawn(x), *_drawn(weights, shape[2]), **options))
+    return Call(lambda: mlx_quantized.quantized_matmul(drawn(x), *_drawn(weights), **options))
 
 
 def _is_known(x: Array, weights: Sequence[Array], form: Format) -> bool:
@@ -50,7 +50,8 @@ def _by_matrices(x: Array, weights: Sequence[Array], shape: tuple[int, int, int]
     m, k, n = shape
     of_stack = weights[0].shape[:-2]
     matrices = math.prod(of_stack)
-    parts, on_units = mlx_quantized.how_by_matrices(getattr(mx, x.dtype), shape, matrices, form.group_size, _CPU)
+    parts = mlx_matrix_units.parts_of_qmm(shape, form.group_size, matrices)
+    on_units = mlx_matrix_units.takes_product(getattr(mx, x.dtype), shape, form.group_size, matrices, _CPU)
     rows, outputs, tiles = m, n, None
     if matrices * m * n * k > MOST_SIMULATED:
         rows, outputs = (min(64, 32 * -(-m // 32)), 64) if on_units else (32, 32)
@@ -65,23 +66,21 @@ def _by_matrices(x: Array, weights: Sequence[Array], shape: tuple[int, int, int]
 
     def call() -> mx.array:
         taken = drawn(Array((*of_stack, rows, k), x.dtype, x.itemsize))
-        return mlx_quantized.by_matrices(
-            taken, _drawn(weights, outputs), (rows, k, outputs), form, parts, on_units, _CPU
-        )
+        of_outputs = _drawn(_of_outputs(weights, outputs))
+        return mlx_quantized.by_matrices(taken, of_outputs, (rows, k, outputs), form, parts, on_units, _CPU)
 
     return Call(call, tiles)
 
 
 def _by_columns(x: Array, weights: Sequence[Array], m: int, form: Format) -> Call:
     """The same of weights that are not transposed."""
-    from ..peer import mlx_quantized
+    from ..peer import mlx_matrix_units, mlx_quantized
 
     of_stack, k = weights[0].shape[:-2], x.shape[-1]
     matrices, n = math.prod(of_stack), weights[1].shape[-1] * form.group_size
     on_units = mlx_quantized.are_columns_on_units(getattr(mx, x.dtype), (m, k, n), form, _CPU)
     tile = 64 if on_units else 32
-    # Whole tiles where the simulator would fault the last.
-    rows, outputs, tiles = -(-m // tile) * tile if on_units and m % tile >= tile // 2 else m, n, None
+    rows, outputs, tiles = mlx_matrix_units.whole_tiles(m) if on_units else m, n, None
     if matrices * m * n * k > MOST_SIMULATED:
         rows, outputs = min(rows, tile), max(64, form.group_size)
         nbytes = x.nbytes + sum(a.nbytes for a in weights) + matrices * m * n * x.itemsize
@@ -91,23 +90,26 @@ def _by_columns(x: Array, weights: Sequence[Array], m: int, form: Format) -> Cal
     def call() -> mx.array:
         taken = drawn(Array((*of_stack, rows, k), x.dtype, x.itemsize))
         parts = [Array((*of_stack, k, a.shape[-1] * outputs // n), a.dtype, a.itemsize) for a in weights]
-        w, scales, *biases = map(drawn, parts)
         options: dict[str, Any] = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode, "stream": _CPU}
-        of_groups = scales, biases[0] if biases else None
-        return mlx_quantized.quantized_matmul(taken, w, *of_groups, transpose=False, **options)
+        return mlx_quantized.quantized_matmul(taken, *_drawn(parts), transpose=False, **options)
 
     return Call(call, tiles)
 
 
-def _drawn(weights: Sequence[Array], outputs: int) -> Weights:
-    """Words, scales and biases of some outputs."""
-    w, scales, *biases = (drawn(Array((*a.shape[:-2], outputs, a.shape[-1]), a.dtype, a.itemsize)) for a in weights)
+def _drawn(weights: Sequence[Array]) -> Weights:
+    """Words, scales, and biases where there are any."""
+    w, scales, *biases = map(drawn, weights)
     return w, scales, biases[0] if biases else None
+
+
+def _of_outputs(weights: Sequence[Array], outputs: int) -> list[Array]:
+    """Transposed weights with another number of outputs."""
+    return [Array((*a.shape[:-2], outputs, a.shape[-1]), a.dtype, a.itemsize) for a in weights]
 
 
 def gathered(operation: Operation) -> Call | None:
     """Rows with chosen weights, which are drawn as different ones; of sorted rows all weights get alike numbers."""
-    from ..peer import mlx_gathers, mlx_quantized
+    from ..peer import mlx_gathers, mlx_matrix_units, mlx_quantized
 
     group_size, bits, mode, transposed, is_sorted = operation.details
     x, *weights, lhs, rhs = operation.inputs
@@ -124,17 +126,14 @@ def gathered(operation: Operation) -> Call | None:
     if m * n * k * rhs.size > MOST_SIMULATED and m > 1:
         return None
 
-    # Whole tiles of 64 where the simulator would fault the last.
-    some = m if m % 64 < 32 or not mlx_quantized.is_by_matrices((m, k, n), _CPU) else -(-m // 64) * 64
+    some = mlx_matrix_units.whole_tiles(m) if mlx_quantized.is_by_matrices((m, k, n), _CPU) else m
 
     def call() -> mx.array:
         chosen = mx.arange(rhs.size, dtype=mx.uint32)
         rows = x.size // (m * k)
         taken = drawn(Array((rows, some, k), x.dtype, x.itemsize))
-        w, scales, *biases = map(drawn, weights)
-        of_groups = scales, biases[0] if biases else None
         indices = chosen * rows // rhs.size, chosen % weights[0].shape[0]
-        return mlx_gathers.gather_qmm(taken, w, *of_groups, *indices, group_size, bits, mode, stream=_CPU)
+        return mlx_gathers.gather_qmm(taken, *_drawn(weights), *indices, group_size, bits, mode, stream=_CPU)
 
     return Call(call)
 
@@ -160,7 +159,8 @@ def _sorted(operation: Operation, form: Format) -> Call:
     def call() -> mx.array:
         taken = drawn(Array((rhs.size, 1, k), x.dtype, x.itemsize))
         of_matrices = [Array((len(counts), *a.shape[1:]), a.dtype, a.itemsize) for a in weights]
-        return mlx_gathers.sorted_qmm(taken, _drawn(of_matrices, outputs), rhs, form, tile, stream=_CPU)
+        of_outputs = _drawn(_of_outputs(of_matrices, outputs))
+        return mlx_gathers.sorted_qmm(taken, of_outputs, rhs, form, tile, stream=_CPU)
 
     return Call(call, tiles)
 
@@ -180,8 +180,6 @@ def _sorted_of_columns(operation: Operation, form: Format) -> Call | None:
 
     def call() -> mx.array:
         taken = drawn(Array((rhs.size, 1, k), x.dtype, x.itemsize))
-        w, scales, *biases = map(drawn, weights)
-        triple = w, scales, biases[0] if biases else None
-        return mlx_unit_gathers.gather_qmm(taken, triple, rhs, False, form, tile, stream=_CPU)
+        return mlx_unit_gathers.gather_qmm(taken, _drawn(weights), rhs, False, form, tile, stream=_CPU)
 
     return Call(call)

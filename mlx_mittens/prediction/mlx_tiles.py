@@ -17,11 +17,11 @@ SOURCE = "from one of its tiles"
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a product has beside the tiles of it that are simulated.
+    """How the work of a product follows from the simulated tiles.
 
     Attributes:
-        times: How many times as many tiles it has.
-        nbytes: Bytes that each of its launches reads and writes.
+        times: All tiles of the product, divided by the simulated ones.
+        nbytes: Bytes that each launch of the product reads and writes.
     """
 
     times: float
@@ -51,7 +51,7 @@ class Call:
 
     Attributes:
         make: Makes the inputs and gives the outputs, still to be computed.
-        tiles: What a product has beside what it computes; None where it computes the whole.
+        tiles: How the work of the product follows, if the call computes some of its tiles; else None.
     """
 
     make: Callable[[], mx.array]

@@ -131,12 +131,12 @@ def _matrices(w: Array, count: int, outputs: int, is_turned: bool) -> mx.array:
 
 def _sorted(operation: Operation, graph: Sequence[Operation]) -> Call:
     """All rows, or one tile of a large product; matrices get alike numbers of rows."""
-    from ..peer import mlx_gathers, mlx_unit_gathers
+    from ..peer import mlx_gathers, mlx_matrix_units, mlx_unit_gathers
 
     x, w = operation.inputs[:2]
     (matrices, k, outputs), rows = w.shape, x.size // x.shape[-1]
     is_turned = _is_transposed(w, graph)
-    on_units = mlx_unit_gathers.takes_sorted_mm(getattr(mx, x.dtype), _CPU)
+    on_units = mlx_matrix_units.are_used(getattr(mx, x.dtype), _CPU)
     (tile, along_rows), width = ((16, 1), 64)
     if on_units:
         (tile, along_rows), width = mlx_unit_gathers.tile_of_mm(rows, matrices), 128
@@ -161,15 +161,15 @@ def _sorted(operation: Operation, graph: Sequence[Operation]) -> Call:
 
 def segmented(operation: Operation, graph: Sequence[Operation]) -> Call | None:
     """A product over segments of its terms on matrix units; segments are taken to be alike."""
-    from ..peer import mlx_unit_gathers
+    from ..peer import mlx_matrix_units, mlx_unit_gathers
 
     a, b, segments = operation.inputs
     (m, k), n, count = a.shape[-2:], b.shape[-1], segments.size // 2
     if len(a.shape) != 2 or len(b.shape) != 2 or a.dtype not in KERNEL_TYPES or a.dtype != b.dtype:
         return None
-    if not mlx_unit_gathers.takes_segments(getattr(mx, a.dtype), _CPU) or k < count:
+    if not mlx_matrix_units.are_used(getattr(mx, a.dtype), _CPU) or k < count:
         return None
-    tiles, rows, columns = None, *(_that_runs(size) for size in (m, n))
+    tiles, rows, columns = None, mlx_matrix_units.whole_tiles(m), mlx_matrix_units.whole_tiles(n)
     if m * n * k > MOST_SIMULATED:
         moved = a.nbytes + b.nbytes + count * m * n * a.itemsize
         tiles = Tiles(-(-m // 64) * -(-n // 64), (moved,))
@@ -185,8 +185,3 @@ def segmented(operation: Operation, graph: Sequence[Operation]) -> Call | None:
         return mlx_unit_gathers.segmented_mm(left, right, mx.stack([ends[:-1], ends[1:]], axis=1), stream=_CPU)
 
     return Call(call, tiles)
-
-
-def _that_runs(size: int) -> int:
-    """Rows or columns of tiles of 64 in two parts: whole ones where the simulator would fault the last."""
-    return -(-size // 64) * 64 if size % 64 >= 32 else size
