@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import matrices
-from helpers.tolerances import PEER
+from helpers.peers import assert_near, recorded
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, specs
+from mlx_mittens import specs
 from mlx_mittens.apple import agx_compiler
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.peer import mlx_gathers, mlx_matrix_units, mlx_metal, mlx_quantized, mlx_unit_gathers
@@ -22,24 +22,6 @@ FORMATS = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 @pytest.fixture
 def draw(rng):
     return lambda *shape, dtype=HALF: matrices.draw(rng, shape, dtype, outliers=False)
-
-
-def recorded(call, gpu="m5", dry=False, **options):
-    """The result, and each launch's kernel, threadgroups and threads."""
-    with mx.stream(mx.cpu), mm.simulator.enabled(gpu=gpu, **options):
-        _ext.simulator_record(True, dry=dry)
-        try:
-            result = call()
-            mx.eval(result)
-        finally:
-            runs = _ext.simulator_record(False)
-    return result, [(run["kernel"], run["threadgroups"], run["threads"]) for run in runs]
-
-
-def assert_near(found, exact, times=1):
-    a = specs.widen(found)
-    assert a.shape == exact.shape
-    assert np.abs(a - exact).max() <= times * PEER[found.dtype] * np.abs(exact).max()
 
 
 def quantized(draw, mode, *shape):

@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import matrices
-from helpers.tolerances import PEER
+from helpers.peers import assert_near, recorded
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, specs
+from mlx_mittens import specs
 from mlx_mittens.apple import agx_compiler
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.cli import simulate
@@ -25,23 +25,6 @@ def draw(rng):
     return lambda *shape, dtype=HALF: matrices.draw(rng, shape, dtype, outliers=False)
 
 
-def launched(call, gpu):
-    """The result, and a kernel's name without its template arguments, its threadgroups and threads of each launch."""
-    with mx.stream(mx.cpu), mm.simulator.enabled(gpu=gpu):
-        _ext.simulator_record(True)
-        try:
-            result = call()
-            mx.eval(result)
-        finally:
-            runs = _ext.simulator_record(False)
-    return result, [(run["kernel"], run["threadgroups"], run["threads"]) for run in runs]
-
-
-def assert_near(found, exact, dtype, times=1):
-    a = specs.widen(found)
-    assert np.abs(a - exact).max() <= times * PEER[dtype] * np.abs(exact).max()
-
-
 QUANTIZED = [
     # GPU, dtype, rows of x, weights, the kernel's name, its threadgroups
     ("m5", HALF, 64, (70, 64), "affine_qmm_t_nax_half_64_4_false_false_64_64_64_2_2", (2, 1, 1)),
@@ -57,10 +40,10 @@ QUANTIZED = [
 def test_quantized_products(draw, gpu, dtype, rows, shape, kernel, groups):
     weights = mx.quantize(draw(*shape, dtype=dtype), group_size=64, bits=4)
     x = draw(rows, shape[1], dtype=dtype)
-    found, ((name, threadgroups, _),) = launched(lambda: mlx_quantized.quantized_matmul(x, *weights), gpu)
+    found, ((name, threadgroups, _),) = recorded(lambda: mlx_quantized.quantized_matmul(x, *weights), gpu)
     assert name.startswith(kernel) and threadgroups == groups
     w = specs.widen(mx.dequantize(*weights, group_size=64, bits=4))
-    assert_near(found, specs.widen(x) @ w.T, dtype, 2)
+    assert_near(found, specs.widen(x) @ w.T, 2)
 
 
 @pytest.mark.parametrize("rows, whole", [(13, 13), (16, 32), (32, 32), (33, 64), (64, 64), (95, 95), (96, 128)])
@@ -74,26 +57,26 @@ def test_rows_that_leave_a_simdgroup_of_the_last_tile_short(draw, rows, whole):
         return mlx_matrix_units.qmm(values, HALF, (rows, 64, 64), Format(), mx.cpu)
 
     if whole == rows:
-        launched(call, "m5")
+        recorded(call, "m5")
         return
     with pytest.raises(Fault, match=r"quantized_nax\.h:\d+, while thread \(0, 0, \d\) .* waits at threadgroup_barrier"):
-        launched(call, "m5")
+        recorded(call, "m5")
 
 
 def test_quantized_products_that_mlx_splits(draw):
     """So few tiles it splits along K before it asks for matrix units, and computes the parts without them."""
     weights = mx.quantize(draw(64, 128), group_size=64, bits=4)
     x = draw(64, 128)
-    found, runs = launched(lambda: mlx_quantized.quantized_matmul(x, *weights), "m5")
+    found, runs = recorded(lambda: mlx_quantized.quantized_matmul(x, *weights), "m5")
     assert [name.split("_half")[0] for name, *_ in runs] == ["affine_qmm_t_splitk", "gemm_splitk_accum_float"]
     assert runs[0][1] == (2, 2, 2)
     w = specs.widen(mx.dequantize(*weights, group_size=64, bits=4))
-    assert_near(found, specs.widen(x) @ w.T, HALF, 2)
+    assert_near(found, specs.widen(x) @ w.T, 2)
 
 
 def test_quantized_products_of_columns_that_64_does_not_divide(draw):
     weights = mx.quantize(draw(16, 96), group_size=32, bits=4)
-    _, runs = launched(lambda: mlx_quantized.quantized_matmul(draw(33, 96), *weights, group_size=32), "m5")
+    _, runs = recorded(lambda: mlx_quantized.quantized_matmul(draw(33, 96), *weights, group_size=32), "m5")
     assert [name.startswith("affine_qmm_t") and "nax" not in name for name, *_ in runs][0]
 
 
@@ -120,7 +103,7 @@ ATTENTION = [
 def test_attention(draw, heads, key_heads, queries, keys, width, mask, kernel, threads):
     q, k, v = draw(1, heads, queries, width), *(draw(1, key_heads, keys, width) for _ in range(2))
     call = lambda: mlx_metal.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=mask)
-    found, ((name, groups, size),) = launched(call, "m5")
+    found, ((name, groups, size),) = recorded(call, "m5")
     assert name.startswith(kernel) and size == threads
     assert "nax" not in name or groups == (-(-queries // 64), heads, 1)
     wide = [specs.widen(a).astype(np.float64) for a in (q, k, v)]
@@ -129,7 +112,7 @@ def test_attention(draw, heads, key_heads, queries, keys, width, mask, kernel, t
         scores = np.where(np.tri(queries, keys, keys - queries, dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     exact = weights / weights.sum(-1, keepdims=True) @ np.repeat(wide[2], heads // key_heads, 1)
-    assert_near(found, exact, HALF, 2)
+    assert_near(found, exact, 2)
 
 
 def test_which_attention_mlx_has_in_one_piece():

@@ -6,10 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import matrices
+from helpers.peers import assert_near, recorded
 from helpers.tolerances import PEER
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, specs
+from mlx_mittens import specs
 from mlx_mittens.peer import mlx_gathers, mlx_matrix_units, mlx_metal, mlx_unit_gathers, mlx_unit_products
 from mlx_mittens.peer.mlx_formats import Format
 from mlx_mittens.simulator import Fault
@@ -32,18 +33,6 @@ def with_tf32(monkeypatch):
     monkeypatch.setattr(mlx_matrix_units, "are_used", lambda dtype, stream=None: True)
 
 
-def recorded(call, gpu="m5", dry=False, **options):
-    """The result, and each launch's kernel, threadgroups and threads."""
-    with mx.stream(mx.cpu), mm.simulator.enabled(gpu=gpu, **options):
-        _ext.simulator_record(True, dry=dry)
-        try:
-            result = call()
-            mx.eval(result)
-        finally:
-            runs = _ext.simulator_record(False)
-    return result, [(run["kernel"], run["threadgroups"], run["threads"]) for run in runs]
-
-
 def decided(call, gpu="m5"):
     """Each launch's kernel, threadgroups and threads; none runs."""
     return recorded(call, gpu, dry=True)[1]
@@ -57,12 +46,6 @@ def of_matrices(x, weights, indices):
 
 def sizes(text):
     return tuple(int(size) for size in text.split("x"))
-
-
-def assert_near(found, exact, times=1):
-    a = specs.widen(found)
-    assert a.shape == exact.shape
-    assert np.abs(a - exact).max() <= times * PEER[found.dtype] * np.abs(exact).max()
 
 
 def on_tier(tier, monkeypatch):

@@ -25,12 +25,18 @@ def simulate(op, dtype, seed, rng, wanted=None):
                 yield case, i, specs.check(op, case, choices[i], cotangents)
 
 
-def planned_launches(call, gpu):
-    """The launches of a call's results on a GPU, without running any."""
-    with mm.simulator.enabled(gpu=gpu), mx.stream(mx.cpu):
-        _ext.simulator_record(True, dry=True)
+def record(call, gpu, dry=False, **options):
+    """A call's results on a GPU, and their launches, which do not run if it is dry."""
+    with mm.simulator.enabled(gpu=gpu, **options), mx.stream(mx.cpu):
+        _ext.simulator_record(True, dry=dry)
         try:
-            mx.eval(call())
+            results = call()
+            mx.eval(results)
         finally:
             launches = _ext.simulator_record(False)
-    return launches
+    return results, launches
+
+
+def planned_launches(call, gpu):
+    """The launches of a call's results on a GPU, without running any."""
+    return record(call, gpu, dry=True)[1]
