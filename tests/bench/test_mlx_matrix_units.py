@@ -41,7 +41,7 @@ def test_quantized_products(draw, gpu, dtype, rows, shape, kernel, groups):
     weights = mx.quantize(draw(*shape, dtype=dtype), group_size=64, bits=4)
     x = draw(rows, shape[1], dtype=dtype)
     found, ((name, threadgroups, _),) = recorded(lambda: mlx_quantized.quantized_matmul(x, *weights), gpu)
-    assert name.startswith(kernel) and threadgroups == groups
+    assert name.startswith(kernel) and threadgroups == groups and found.dtype == dtype
     w = specs.widen(mx.dequantize(*weights, group_size=64, bits=4))
     assert_near(found, specs.widen(x) @ w.T, 2)
 
@@ -69,7 +69,7 @@ def test_quantized_products_that_mlx_splits(draw):
     x = draw(64, 128)
     found, runs = recorded(lambda: mlx_quantized.quantized_matmul(x, *weights), "m5")
     assert [name.split("_half")[0] for name, *_ in runs] == ["affine_qmm_t_splitk", "gemm_splitk_accum_float"]
-    assert runs[0][1] == (2, 2, 2)
+    assert runs[0][1] == (2, 2, 2) and found.dtype == HALF
     w = specs.widen(mx.dequantize(*weights, group_size=64, bits=4))
     assert_near(found, specs.widen(x) @ w.T, 2)
 
@@ -104,7 +104,7 @@ def test_attention(draw, heads, key_heads, queries, keys, width, mask, kernel, t
     q, k, v = draw(1, heads, queries, width), *(draw(1, key_heads, keys, width) for _ in range(2))
     call = lambda: mlx_metal.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=mask)
     found, ((name, groups, size),) = recorded(call, "m5")
-    assert name.startswith(kernel) and size == threads
+    assert name.startswith(kernel) and size == threads and found.dtype == HALF
     assert "nax" not in name or groups == (-(-queries // 64), heads, 1)
     wide = [specs.widen(a).astype(np.float64) for a in (q, k, v)]
     scores = wide[0] @ np.repeat(wide[1], heads // key_heads, 1).swapaxes(2, 3) * width**-0.5

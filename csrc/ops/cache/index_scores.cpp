@@ -122,19 +122,19 @@ mx::array index_scores(const mx::array& q, const mx::array& k, const mx::array& 
   mx::Shape shape = checked_shape(q, k, weights);
   const mx::Dtype dtype = checks::floating(op, {{"q", q}, {"k", k}, {"weights", weights}});
   const mx::Stream stream = checks::checked_stream(op, where);
+  // Sums of nothing. Gradients of mx's operations crash now and then there.
   if (q.size() == 0 || k.size() == 0) {
-    return mx::zeros(shape, dtype, stream);  // sums of nothing: gradients in mx's operations crashed now and then
+    return mx::zeros(shape, dtype, stream);
   }
   Arrays inputs;
   for (const mx::array* array : {&q, &k, &weights}) {
     inputs.push_back(in_dtype(*array, dtype, stream));
   }
-  const bool is_wide = !has_kernels(dtype);
-  if (is_wide || !has_kernel_of(q.shape(3))) {
-    fallback(op, is_wide ? "float64" : "heads of other than 64 or 128 columns");
-    return compose(inputs, scale, stream);
+  const bool is_narrow = has_kernels(dtype), is_covered = is_narrow && has_kernel_of(q.shape(3));
+  if (!is_covered) {
+    fallback(op, is_narrow ? "heads of other than 64 or 128 columns" : "float64");
   }
-  if (is_switched_off(op)) {
+  if (!is_covered || is_switched_off(op)) {
     return compose(inputs, scale, stream);
   }
   return only_output(std::move(shape), std::make_shared<IndexScores>(stream, scale), std::move(inputs));

@@ -12,6 +12,7 @@
 #include "ops/cache/buffer_copies.h"
 #include "ops/cache/paged.h"
 #include "ops/cache/rope_append.h"
+#include "ops/cache/token_rows.h"
 #include "ops/matmul/quantized_weights.h"
 #include "params/cache.h"
 #include "python/registry.h"
@@ -297,17 +298,7 @@ void check_pool(const char* name, const Arrays& buffers, const mx::array& like, 
 
 void check(const mx::array& keys, const mx::array& values, const mx::array& pool, const mx::array& table,
            const mx::array& positions) {
-  for (const auto& [name, rows] : {std::pair("keys", &keys), std::pair("values", &values)}) {
-    if (rows->ndim() != 4) {
-      checks::fail(op, name, " has shape ", rows->shape(), ": expected four dimensions");
-    }
-  }
-  for (int axis = 0; axis < 3; ++axis) {
-    if (keys.shape(axis) != values.shape(axis)) {
-      checks::fail(op, "keys has shape ", keys.shape(), ", values ", values.shape(),
-                   ": expected the same batch, heads and tokens");
-    }
-  }
+  check_token_rows(op, keys, values);
   if (pool.ndim() != 4) {
     checks::fail(op, "key_blocks has an array of shape ", pool.shape(), ": expected four dimensions");
   }

@@ -7,6 +7,7 @@
 
 #include "cpu/cache/take_tokens.h"
 #include "mlx/ops.h"
+#include "ops/cache/token_rows.h"
 #include "params/chosen_keys.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -54,17 +55,7 @@ Arrays compose(const Arrays& inputs, mx::Stream s) {
 }
 
 void check(const mx::array& keys, const mx::array& values, const mx::array& indices) {
-  for (const auto& [name, rows] : {std::pair("keys", &keys), std::pair("values", &values)}) {
-    if (rows->ndim() != 4) {
-      checks::fail(op, name, " has shape ", rows->shape(), ": expected four dimensions");
-    }
-  }
-  for (int axis = 0; axis < 3; ++axis) {
-    if (keys.shape(axis) != values.shape(axis)) {
-      checks::fail(op, "keys has shape ", keys.shape(), ", values ", values.shape(),
-                   ": expected the same batch, heads and tokens");
-    }
-  }
+  check_token_rows(op, keys, values);
   if (indices.ndim() != 3 || indices.shape(0) != keys.shape(0) ||
       (indices.shape(1) != 1 && indices.shape(1) != keys.shape(1))) {
     checks::fail(op, "indices has shape ", indices.shape(), ", keys ", keys.shape(),
