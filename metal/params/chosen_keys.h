@@ -7,7 +7,7 @@
 
 namespace mittens {
 
-// Simdgroups of a threadgroup: those of index_scores share queries, those of take_tokens nothing.
+// Simdgroups of a threadgroup. In index_scores they share queries, in take_tokens nothing.
 enum { kChosenKeysSimdgroups = 4 };
 
 // Strides are in elements of their array.

@@ -165,7 +165,7 @@ def _numbers(experts: int) -> mx.array:
 
 @functools.partial(mx.compile, shapeless=True)
 def _in_band(gates: mx.array, tops: mx.array, chosen: mx.array, numbers: mx.array, width: float) -> mx.array:
-    """exp(gate - top) of the experts in the band below each chosen one, but for those that were chosen before it."""
+    """exp(gate - top) of the experts in the band below each chosen one, without the experts chosen before it."""
     is_out = (tops - gates) / mx.maximum(mx.abs(gates), tops) > width
     is_before = (gates > tops) | ((gates == tops) & (numbers < chosen))
     return mx.where(is_out | is_before, 0.0, mx.exp(gates.astype(mx.float32) - tops.astype(mx.float32)))

@@ -69,7 +69,7 @@ def gather_qmm(
 
 
 def are_sorted_by_matrices(rows: int, matrices: int) -> bool:
-    """Whether MLX multiplies so many sorted single rows as matrices, not each as a vector."""
+    """Whether MLX multiplies sorted single rows as matrices, not each as a vector."""
     return rows >= _FEWEST_SORTED and rows // matrices >= _FEWEST_OF_MATRIX
 
 

@@ -37,7 +37,7 @@ def product(operation: Operation) -> Call | None:
 
 
 def _is_known(x: Array, weights: Sequence[Array], form: Format) -> bool:
-    """Whether weights are those of the format, and affine ones have scales of x's type."""
+    """Whether the weights fit the format, and affine ones have scales of x's type."""
     if form.mode == "another" or len(weights) != (3 if form.is_affine else 2):
         return False
     return x.dtype in KERNEL_TYPES and (not form.is_affine or weights[1].dtype == x.dtype)

@@ -9,8 +9,8 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-// A row of x: the bytes of its integers in the order of the weights' bytes, with 16 bits the upper bytes of all columns
-// and then the lower ones; then of each group the scale and the sum.
+// A row of x: the bytes of its integers, in the order of the weights' bytes, then the scale and the sum of each group.
+// With 16 bits the upper bytes of all columns come before the lower ones.
 template <typename Source, typename Form>
 struct TileIntegers {
   static constexpr size_t parts = Form::bits / 8, of_group = 2;
@@ -137,7 +137,8 @@ class IntegerTiles {
   static constexpr size_t tile_height = 16, tile_columns = 64;
   static constexpr size_t vectors = lanes / width, of_tiles = X::parts * vectors * tile_height * width;
 
-  // The shapes of this thread's tiles, until it is destroyed: switching away from a thread that has tiles takes longer.
+  // The shapes of this thread's tiles. The destructor releases the tiles, since a thread that has some takes longer to
+  // switch away from.
   class Tiles {
    public:
     explicit Tiles(size_t columns) {
@@ -257,7 +258,7 @@ class IntegerTiles {
   // multiplied while the sums of the group before are scaled.
   void strip(const int8_t* x, const float* of_groups, size_t x_stride, const int8_t* words, const float* scales,
              const float* offsets, size_t groups, size_t rows, float* sums, size_t stride, bool add) const {
-    // A buffer for each of two groups would have loads wait for stores to the same place of another page.
+    // One buffer: of two a page apart, loads of one would wait for stores to the other at the same offset.
     alignas(64) int32_t products[of_tiles];
     const size_t group = size_t{1} << source_.groups.group_bits;
     multiply_group(x, x_stride, words, group);

@@ -34,7 +34,7 @@ struct IntegerRows {
 // How the weights of a format become integers.
 enum class Integers { packed, small_floats, unpacked, unpacked_beside_floats };
 
-// With AMX few rows are those of the set before, and tiles begin below its most_rows.
+// With AMX few rows are multiplied as in AVX-512 VNNI, and tiles take over at fewer rows than panels do.
 // small_floats: of 4 bits, by a table. unpacked_beside_floats: floats of these formats are multiplied as they are read.
 constexpr IntegerRows integer_rows(Integers integers) {
 #if defined(__AMX_INT8__)
