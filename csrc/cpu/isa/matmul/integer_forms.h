@@ -275,4 +275,15 @@ using RowInt16 = TwoBytes;
 using RowInt16 = Int16;
 #endif
 
+constexpr float least_group = 0x1p-80f;  // of a group's largest number; smaller ones become zeros
+constexpr size_t panel_integers = 64;  // outputs of weights that are unpacked at once for many rows
+
+// Outputs of a task of `count` products: a panel, or fewer, in multiples, where panels are too few for all threads.
+inline size_t outputs_of_task(size_t panel, size_t multiple, size_t count, size_t outputs) {
+  const size_t whole = ceil_divide(outputs, panel), pieces = 2 * threads();
+  return count * whole >= pieces
+             ? panel
+             : smaller(rounded_up(ceil_divide(outputs, ceil_divide(pieces, count)), multiple), panel);
+}
+
 }  // namespace mittens::cpu::MITTENS_ISA

@@ -7,7 +7,6 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-constexpr size_t panel_integers = 64;  // outputs of a panel
 constexpr size_t panel_words = 256;  // of x, along which a panel goes
 
 // A row of x: the words of all parts side by side, and then of each group the scale, the sum, and the initial
@@ -62,8 +61,6 @@ struct GroupIntegers {
   }
 
  private:
-  static constexpr float least_group = 0x1p-80f;
-
   static MITTENS_INLINE void pack(const int32_t* integers, size_t count, float* words) {
     constexpr uint32_t mask = (uint64_t{1} << Form::bits) - 1;
     for (size_t w = 0; w < count / Source::vectors; ++w) {
@@ -96,10 +93,7 @@ class IntegerPanels {
   }
 
   static size_t block(size_t, size_t count, size_t outputs) {
-    const size_t whole = ceil_divide(outputs, panel_integers), pieces = 2 * threads();
-    return count * whole >= pieces
-               ? panel_integers
-               : smaller(rounded_up(ceil_divide(outputs, ceil_divide(pieces, count)), lanes), panel_integers);
+    return outputs_of_task(panel_integers, lanes, count, outputs);
   }
 
   // sums[m * stride + i] = the product of row m of x and row n + i of the weights, i < size. stride: at least size

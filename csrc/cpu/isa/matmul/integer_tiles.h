@@ -33,8 +33,6 @@ struct TileIntegers {
   }
 
  private:
-  static constexpr float least_group = 0x1p-80f;
-
   // As GroupIntegers::fill, of groups of some vectors.
   template <int vectors, typename T>
   static bool fill_groups(const T* x, size_t columns, float* y) {
@@ -89,22 +87,19 @@ class IntegerTiles {
   static constexpr size_t most_refused = 16;
 
   static size_t memory(const Source& source, size_t) {
-    return panel * (chunk / 4 + 2 * most_groups) + width * source.memory(chunk);
+    return panel_integers * (chunk / 4 + 2 * most_groups) + width * source.memory(chunk);
   }
 
   static size_t block(size_t, size_t count, size_t outputs) {
-    const size_t whole = ceil_divide(outputs, panel), pieces = 2 * threads();
-    return count * whole >= pieces
-               ? panel
-               : smaller(rounded_up(ceil_divide(outputs, ceil_divide(pieces, count)), lanes), panel);
+    return outputs_of_task(panel_integers, lanes, count, outputs);
   }
 
   // As IntegerPanels::products.
   void products(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
     const size_t x_stride = X::size(source_, columns_), group = size_t{1} << source_.groups.group_bits;
-    float* scales = memory + panel * chunk / 4;
-    float* offsets = scales + panel * most_groups;
-    float* of_rows = offsets + panel * most_groups;
+    float* scales = memory + panel_integers * chunk / 4;
+    float* offsets = scales + panel_integers * most_groups;
+    float* of_rows = offsets + panel_integers * most_groups;
     Tiles tiles(smaller(group, tile_columns));
     for (size_t begin = 0; begin < columns_; begin += chunk) {
       const size_t columns = smaller(chunk, columns_ - begin), groups = columns >> source_.groups.group_bits;
@@ -130,7 +125,6 @@ class IntegerTiles {
   }
 
  private:
-  static constexpr size_t panel = 64;  // outputs
   static constexpr size_t lanes = 2 * width;  // outputs of two tiles
   static constexpr size_t chunk = 1024;  // columns along which a panel goes
   static constexpr size_t most_groups = chunk / 16;
