@@ -180,6 +180,7 @@ def take_tokens(draw: Draw) -> Case:
     """Indices may be out of range: their rows are NaN."""
     dtype, batch, heads = draw.dtype(), draw.pick((1, 1, 2, 3)), draw.pick((1, 1, 2, 3))
     tokens, count = draw.size(draw.limit(300, 60), small=0.4), draw.size(draw.limit(200, 40), small=0.4)
+    count = count if tokens else 0  # else an error
     widths = draw.pick((7, 8, 33, 64, 64, 80, 512)), draw.pick((1, 8, 64, 64, 128))
     kind = draw.kind(("normal", "normal", "large", "small"))
     arrays = [draw.array(draw.numbers((batch, heads, tokens, n), kind), dtype) for n in widths]
@@ -202,7 +203,7 @@ def take_tokens(draw: Draw) -> Case:
         lambda *rows: mm.take_tokens(*rows, indices),
         twin,
         twin,
-        of_nothing=lambda: [np.full((batch, heads, count, n), np.nan) for n in widths],
+        of_nothing=lambda: [np.zeros((batch, heads, count, n)) for n in widths],
         noise=lambda: [0.0, 0.0],
     )
 
