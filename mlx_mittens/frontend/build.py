@@ -10,7 +10,7 @@ from collections.abc import Callable
 from . import compiler, library
 from .errors import CompileError
 from .lower import integer_lowering, vector_truths
-from .read import sources
+from .read import preprocess, sources
 from .read.tokens import RewriteError
 from .rewrite import Pass, Passes, conversions, count_rounds, rewrite, to_run
 from .rewrite.translation import Argument, Kernel, Translation, Variant
@@ -47,8 +47,9 @@ def _translate(
     passes: Passes,
 ) -> Translation:
     found = compiler.find_compiler()
-    flags = [*compiler.preprocess_flags([library.INCLUDE, *library.mlx_include()]), *["-DMITTENS_NVIDIA"] * nvidia]
-    done = found.run(flags, flat)
+    version = preprocess.TENSORS if preprocess.tensor_header(flat) else 310
+    folders, defines = [library.INCLUDE, *library.mlx_include()], ["-DMITTENS_NVIDIA"] * nvidia
+    done = preprocess.preprocessed(found, flat, folders, version, defines)
     if done.returncode:
         raise CompileError(file, None, clean(done.stderr))
     text = done.stdout

@@ -36,6 +36,11 @@ ACCEPTED = {
     # Characters, headers, macros.
     "comment in another alphabet": "// α ≤ β, naïve\n" + on("float", "a[i] += 1;"),
     "simd header": "#include <simd/simd.h>\n" + on("float", "simd_float3 v = {1, 2, 3}; a[i] = v.z + simd::float2(a[i]).x;"),
+    "macros in pragmas": "#define LEAST(x, y) ((x) < (y) ? (x) : (y))\n#define LOOP(x) _Pragma(\"clang loop unroll_count(ROUNDS)\") for (x)\n#define ROUNDS 4\n" + on("float", "\n#pragma unroll (LEAST(ROUNDS / 2, 8))\nfor (int j = 0; j < 8; ++j) a[i] += j;\nLOOP(int j = 0; j < 4; ++j) a[i] += j;\n#pragma unroll ROUNDS\nfor (int j = 0; j < 4; ++j) a[i] += j;"),
+    "tensors under a condition": "#ifdef HAS_TENSORS\n#include <metal_tensor>\n#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>\n#endif\n#ifdef __HAVE_TENSOR__\n#error before Metal 4\n#endif\n" + on("float", "a[i] += 1;"),
+    "textures under a condition": "#ifdef HAS_TEXTURES\n#include <metal_texture>\n#endif\n" + on("float", "a[i] += 1;"),
+    "sequences of integers": "#include <metal_utility>\n" + on("float", "a[i] = sum(metal::make_integer_sequence<int, 4>{}) + sum(metal::index_sequence<1, 2>{}) + metal::index_sequence_for<int, float>::size();", "template <typename T, T... n> float sum(metal::integer_sequence<T, n...>) { return (0 + ... + n); }\n"),
+    "atomics by the header's name": "kernel void k(device float* a, threadgroup _atomic<uint>* s [[threadgroup(0)]], uint i [[thread_position_in_grid]]) { a[i] = atomic_load_explicit(s + i, memory_order_relaxed); }\n",
     "pragmas": on("float", "\n#pragma unroll(4)\nfor (int j = 0; j < 4; ++j) a[i] += j;"),
     # Function constants.
     "function constant of an expression": (
@@ -167,6 +172,9 @@ ACCEPTED = {
     "swizzles of truths": on("float4", "bool4 b = a[i] < 2; bool2 c = b.xy; if (c.x && b.w) a[i].x = b.yz.x ? 1 : 2; b.z = true; b.xw = c; a[i].w = b.z;"),
     "kernel in a namespace": "namespace mine { kernel void k(device float* a, uint i [[thread_position_in_grid]]) { a[i] = 1; } }\n",
     "template kernel in namespaces": "namespace outer { namespace inner { template <typename T> [[kernel]] void f(device T* x, uint i [[thread_position_in_grid]]) { x[i] = T(1); } } template [[host_name(\"f_half\")]] [[kernel]] void inner::f<half>(device half*, uint); }\ntemplate [[host_name(\"f_float\")]] [[kernel]] void outer::inner::f<float>(device float*, uint);\n",
+    "array argument that names no memory": on("float", "float v[2] = {1, 2}; a[i] = f(v) + g<3>(v);", "static float f(const float v[2], thread float* w = nullptr) { return v[0]; }\ntemplate <short n> static inline float g(float v[n]) { return v[1]; }\n"),
+    "member functions that return references to their memory": on("Four", "Four t; threadgroup Four s[2]; t[0] = half2(1); s[0][1] = a[i][0]; a[i][2] = t[0] + s[0][1]; const Four u = t; a[i][3] = u[0];",
+        "struct Four { half2 v[4]; thread half2& operator[](int n) { return v[n]; } device half2& operator[](int n) device { return v[n]; } threadgroup half2& operator[](int n) threadgroup { return v[n]; } const thread half2& operator[](int n) const { return v[n]; } const device half2& operator[](int n) const device { return v[n]; } };\n"),
     "array arguments of thread memory": on("float", "float v[2] = {1, 2}; a[i] = f(v) + g(v);", "float f(const thread float v[2]) { return v[0]; }\nfloat g(thread const float (&v)[2]) { return v[1]; }\n"),
     "numeric limits of a struct": on("float", "a[i] = numeric_limits<Mine>::lowest().x + Limits<float>::max;", "struct Mine { float x; };\ntemplate <> struct metal::numeric_limits<Mine> { static constexpr Mine lowest() { return Mine{-1}; } };\ntemplate <typename T> struct Limits;\ntemplate <> struct Limits<float> { static constexpr constant float max = 3.0f; };\n"),
     "tables of structs": on("float", "a[i] = table[1].low + sizes[2][1];", PAIR + "constant Pair table[2] = {{1, 2}, {3, 4}};\nconstant constexpr int sizes[3][2] = {{1, 2}, {3, 4}, {5, 6}};\n"),
@@ -215,7 +223,8 @@ REFUSED = {
     "pointer argument": (3, "names no address space", "void f(uint* p) { *p = 1; }\n" + on("uint", "uint x; f(&x); a[i] = x;")),
     "pointer argument of an alias": (4, "names no address space", "typedef uint word;\nvoid f(word* p) { *p = 1; }\n" + on("uint", "a[i] = 1;")),
     "cast to an alias's pointer": (4, "names no address space", "using word = uint;\n" + on("uint", "uint2 x = 1; a[i] = *(word*)&x;")),
-    "array argument": (3, "names no address space", "float f(const float v[2]) { return v[0]; }\n" + on("float", "float v[2] = {1, 2}; a[i] = f(v);")),
+    "array argument of a kernel": (3, "names no address space", "kernel void k(float v[2], device float* a) { a[0] = v[0]; }\n"),
+    "tensors before Metal 4": (4, "<metal_tensor> is of Metal 4", "#if defined(__METAL__)\n#include <metal_tensor>\n#endif\n" + on("float", "a[i] = 1;")),
     "device by value": (3, "no pointer", "kernel void k(device float y [[buffer(0)]]) { y = 1; }\n"),
     "number in a buffer": (3, "no pointer", "kernel void k(float y [[buffer(0)]], device float* a) { a[0] = y; }\n"),
     "device as threadgroup": (3, "address space", on("float", "threadgroup float* p = a; p[0] = 1;")),

@@ -150,7 +150,7 @@ def _signature(text: Text, start: int, opening: int) -> None:
         if _needs_space(text, first, last):
             argument = next((t for t in reversed(_named(text, first, last)) if WORD.match(t)), "?")
             text.report(first, f"argument {argument!r} of {name!r} names no address space: {_SPACE_ADVICE}")
-        elif _is_array(text, first, last):
+        elif "kernel" in text.tokens[start:opening] and _is_array(text, first, last):
             argument = _named(text, first, last)[-1]
             what = f"array argument {argument!r} of {name!r} is a pointer and names no address space: {_SPACE_ADVICE}"
             text.report(first, what)
@@ -171,13 +171,11 @@ def _named(text: Text, first: int, last: int) -> list[str]:
 
 
 def _is_array(text: Text, first: int, last: int) -> bool:
-    """Whether a parameter is an array without an address space."""
+    """Whether a parameter is an array without an address space. But for kernels it is in the thread's memory."""
     words = text.tokens[first:last]
     end = words.index("=") if "=" in words else len(words)
     brackets = [j for j in range(first, first + end) if text.tokens[j] == "[" and not text.in_attribute[j]]
-    plain = bool(brackets) and brackets[0] > first + 1 and not SPACES & set(words) and "(" not in words[:end]
-    # Where the type is a template's argument, Metal takes it to be in the thread's memory.
-    return plain and not text.parameters & set(words)
+    return bool(brackets) and brackets[0] > first + 1 and not SPACES & set(words) and "(" not in words[:end]
 
 
 def _needs_space(text: Text, first: int, last: int, named: bool = True) -> bool:

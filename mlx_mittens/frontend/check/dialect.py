@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .. import build, build_simulator, cache, compiler, library
 from ..errors import ERROR, NOTE, UNCOVERED, CompileError, Problem
-from ..read import sources
+from ..read import preprocess, sources
 from ..read.lines import LineMap
 from ..read.tokens import RewriteError
 from ..rewrite import TO_CHECK, rewrite
@@ -39,11 +39,6 @@ __all__ = ["STANDARDS", "Options", "check", "refused"]
 _UNCOVERED_HEADER = re.compile(
     r"^[ \t]*#[ \t]*(?:include|import)[ \t]*[<\"](metal_(?:texture|raytracing|mesh|visible_function_table|"
     r"imageblocks|command_buffer)|tensor/[^>\"]*)[>\"]",
-    re.M,
-)
-_TENSOR_HEADER = re.compile(
-    r"^[ \t]*#[ \t]*(?:include|import)[ \t]*[<\"]"
-    r"(metal_(?:cooperative_)?tensor|MetalPerformancePrimitives/[^>\"]*)[>\"]",
     re.M,
 )
 _TENSOR_GATE = (
@@ -100,26 +95,30 @@ def _mlx_version() -> str:
 def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Problem]:
     place = Places(file, flat)
     notes = [*_other_characters(flat, place)] if strict else []
-    if (header := _UNCOVERED_HEADER.search(sources.without_comments(flat))) is not None:
-        line = LineMap(flat).at(header.start())
-        return [Problem(*line, f"<{header[1]}> is not covered by this check", 1, UNCOVERED)]
-    if (header := _TENSOR_HEADER.search(sources.without_comments(flat))) is not None:
-        line = LineMap(flat).at(header.start())
-        if strict and options.version < STANDARDS["metal4.0"]:  # for a launch MLX chooses the newest
-            return [Problem(*line, f"<{header[1]}> is of Metal 4: compile by -std=metal4.0 (--std metal4.0 here)", 1)]
-        notes += [Problem(*line, _TENSOR_GATE, 1, NOTE)] if strict else []
     found = compiler.find_compiler()
     folders = [library.INCLUDE, *library.mlx_include(), *map(Path, options.include)]
-    defines = [f"-D{definition}" for definition in options.define]
-    done = found.run([*compiler.preprocess_flags(folders, options.version), *defines], flat)
+    header = preprocess.tensor_header(flat)
+    # For a launch MLX chooses the newest version.
+    version = options.version if strict or header is None else max(options.version, preprocess.TENSORS)
+    done = preprocess.preprocessed(found, flat, folders, version, [f"-D{definition}" for definition in options.define])
     if done.returncode:
+        missing = _UNCOVERED_HEADER.search(sources.without_comments(flat))
+        if missing is not None and f"'{missing[1]}' file not found" in done.stderr:
+            line = LineMap(flat).at(missing.start())
+            return [Problem(*line, f"<{missing[1]}> is not covered by this check", 1, UNCOVERED)]
         return _sorted([*notes, *own_errors(build.clean(done.stderr), file)])
+    has_tensors = header is not None and preprocess.has_tensors(done.stdout)
+    if header is not None and has_tensors and strict:
+        line = LineMap(flat).at(header.start())
+        if version < preprocess.TENSORS:
+            return [Problem(*line, f"<{header[1]}> is of Metal 4: compile by -std=metal4.0 (--std metal4.0 here)", 1)]
+        notes.append(Problem(*line, _TENSOR_GATE, 1, NOTE))
     text = done.stdout
     for folder in library.mlx_include():
         text = text.replace(f'"{folder}/', '"')
     problems = notes
     try:
-        newer, metal4 = options.version >= 320, header is not None or options.version >= STANDARDS["metal4.0"]
+        newer, metal4 = options.version >= 320, has_tensors or options.version >= STANDARDS["metal4.0"]
         words = Text(text, lambdas=newer, fences=newer, eights=metal4)
         found_in_text = [place.refined(problem) for problem in problems_in_text(words, strict)]
         uncovered = [problem for problem in found_in_text if problem.severity == UNCOVERED]

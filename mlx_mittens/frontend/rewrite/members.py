@@ -23,7 +23,7 @@ def member_functions(draft: Draft) -> None:
             continue
         start = _member_start(draft, before)
         brace = start and draft.enclosing(start)
-        head = (brace, " ".join(draft.tokens[start:i]))
+        head = (brace, _head(draft, start, draft.partner[before], i))
         draft.result.methods.add(draft.tokens[draft.partner[before] - 1])
         if brace not in plain:
             plain[brace] = _plain_members(draft, brace)
@@ -78,13 +78,19 @@ def _plain_members(draft: Draft, brace: int) -> set[Head]:
             while draft.token(end) in ("const", "volatile", "noexcept"):
                 end += 1
             if draft.token(end) not in SPACES or draft.token(end) == "thread":
-                heads.add((brace, " ".join(draft.tokens[start:end])))
+                heads.add((brace, _head(draft, start, i, end)))
         if token in OPEN:
             i = draft.partner[i]
             if token == "{":
                 start = i + 1
         i += 1
     return heads
+
+
+def _head(draft: Draft, start: int, opening: int, end: int) -> str:
+    """A member function without the address space of what it returns: that follows the object's."""
+    returned = [token for token in draft.tokens[start:opening] if token not in SPACES]
+    return " ".join([*returned, *draft.tokens[opening:end]])
 
 
 def _member_start(draft: Draft, closing: int) -> int:

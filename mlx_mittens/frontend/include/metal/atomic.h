@@ -33,6 +33,8 @@ struct atomic {
 #endif
   T value;
 };
+template <typename T>
+using _atomic = atomic<T>;  // the name in Metal's header, which kernels use too
 using atomic_int = atomic<int>;
 using atomic_uint = atomic<uint>;
 using atomic_ulong = atomic<ulong>;

@@ -226,6 +226,22 @@ MITTENS_INLINE constexpr uniform<T> make_uniform(T value) {
   return uniform<T>(value);
 }
 
+template <typename T, T... values>
+struct integer_sequence {
+  using value_type = T;
+  static constexpr size_t size() {
+    return sizeof...(values);
+  }
+};
+template <typename T, T count>
+using make_integer_sequence = __make_integer_seq<integer_sequence, T, count>;
+template <size_t... values>
+using index_sequence = integer_sequence<size_t, values...>;
+template <size_t count>
+using make_index_sequence = make_integer_sequence<size_t, count>;
+template <typename... T>
+using index_sequence_for = make_index_sequence<sizeof...(T)>;
+
 template <typename T, size_t N>
 struct array {
   T elements[N];
