@@ -59,9 +59,16 @@ using Combine = void (*)(Lanes& lanes);
 enum Scope : unsigned { quad_scope, simdgroup_scope, threadgroup_scope };
 enum Memory : unsigned { no_memory = 0, device_memory = 1, threadgroup_memory = 2 };
 
-// The type of both operands of a product of simdgroup matrices; float where they differ. Or a product of cooperative
-// tensors.
-enum Fragments : unsigned char { no_fragments, float_fragments, half_fragments, bfloat_fragments, tensor_fragments };
+// The type of both operands of a product of simdgroup matrices; float where they differ. Or a product or a reduction of
+// cooperative tensors.
+enum Fragments : unsigned char {
+  no_fragments,
+  float_fragments,
+  half_fragments,
+  bfloat_fragments,
+  tensor_fragments,
+  reduction_fragments,
+};
 
 // The value that a lane brings to a product of cooperative tensors.
 struct TensorMeeting {

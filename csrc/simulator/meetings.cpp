@@ -14,6 +14,10 @@ unsigned all_of(const Rendezvous& rendezvous) {
   return ~0u >> (abi::simd_width - rendezvous.count);
 }
 
+bool is_of_matrices(const abi::Operation& operation) {
+  return operation.fragments != abi::no_fragments && operation.fragments != abi::reduction_fragments;
+}
+
 }  // namespace
 
 // Threads (of lanes, the active ones) that wait there; the last to arrive runs on.
@@ -120,7 +124,7 @@ void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation,
     watcher.barrier(rendezvous.scope, fiber.thread.simdgroup, *barrier_memory);
   } else {
     ++(operation.fragments == abi::tensor_fragments ? counts_.tensor_operations
-       : operation.fragments                        ? counts_.matrix_operations
+       : is_of_matrices(operation)                  ? counts_.matrix_operations
                                                     : counts_.simd_operations);
     if (operation.fragments == abi::tensor_fragments) {
       abi::TensorMeeting meeting;
@@ -215,7 +219,7 @@ const abi::Lanes& Simulation::exchange(abi::Scope scope, const abi::Operation& o
   Rendezvous& rendezvous = rendezvous_of(scope, thread);
   abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
   std::memcpy(lanes.value[thread.index - rendezvous.first].bytes, value, bytes);
-  watcher.operation(operation.fragments ? Profile::matrix : Profile::simd, operation, thread);
+  watcher.operation(is_of_matrices(operation) ? Profile::matrix : Profile::simd, operation, thread);
   arrive(rendezvous, operation, combine);
   return *running_->lanes;
 }

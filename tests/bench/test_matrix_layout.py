@@ -17,11 +17,20 @@ def test_the_layout_that_mlx_assumes_is_told(native):
 
 
 def test_each_operand_holds_all_places_once():
-    sizes = {"left": (16, 16), "right": (32, 16), "destination": (16, 32)}
-    for operand, lanes in matrix_layout.assumed().items():
-        places = [place for lane in lanes for place in lane if place != (-1, -1)]
-        rows, columns = sizes[operand]
+    sizes = {"left operand": (16, 16), "right operand": (32, 16), "destination": (16, 32)}
+    assumed = matrix_layout.assumed()
+    for operand, (rows, columns) in sizes.items():
+        places = [place for lane in assumed[operand] for place in lane if place != (-1, -1)]
         assert sorted(places) == [(row, column) for row in range(rows) for column in range(columns)]
+
+
+def test_a_lane_has_the_values_of_its_rows_and_columns():
+    assumed = matrix_layout.assumed()
+    for elements, rows, columns in zip(
+        assumed["destination"], assumed["reduction of rows"], assumed["reduction of columns"]
+    ):
+        assert [row for row, _ in rows if row >= 0] == sorted({row for row, _ in elements})
+        assert [column for column, _ in columns if column >= 0] == sorted({column for _, column in elements})
 
 
 def test_another_layout_is_told_with_the_first_place(native):
@@ -32,10 +41,10 @@ def test_another_layout_is_told_with_the_first_place(native):
         (lane, i)
         for lane in range(32)
         for i in range(8)
-        if found["left"][lane][i] != matrix_layout.assumed()["left"][lane][i]
+        if found["left operand"][lane][i] != matrix_layout.assumed()["left operand"][lane][i]
     )
-    row, column = found["left"][lane][i]
-    assert told.startswith("not the layout that MLX's kernels assume: of the left operand ")
+    row, column = found["left operand"][lane][i]
+    assert told.startswith("not the layout that MLX's kernels and the simulator assume: of the left operand ")
     assert f"lane {lane} has row and column {row}, {column} as element {i}, " in told
 
 

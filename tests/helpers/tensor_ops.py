@@ -9,7 +9,14 @@ HEADERS = """#include <metal_tensor>
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 using namespace mpp::tensor_ops;
 """
-TYPES = {"half": np.float16, "bfloat": ml_dtypes.bfloat16, "float": np.float32, "int8_t": np.int8, "int": np.int32}
+TYPES = {
+    "half": np.float16,
+    "bfloat": ml_dtypes.bfloat16,
+    "float": np.float32,
+    "int8_t": np.int8,
+    "uint8_t": np.uint8,
+    "int": np.int32,
+}
 
 
 _KERNELS = "mlx/backend/metal/kernels"
@@ -31,10 +38,9 @@ def longs(*values):
 
 
 def drawn(rng, shape, name):
-    dtype = TYPES[name]
-    return (
-        rng.integers(-128, 128, shape).astype(dtype) if name == "int8_t" else rng.standard_normal(shape).astype(dtype)
-    )
+    if name in ("int8_t", "uint8_t"):
+        return rng.integers(-128, 128, shape).astype(TYPES[name])
+    return rng.standard_normal(shape).astype(TYPES[name])
 
 
 def near(found, expected, limit):

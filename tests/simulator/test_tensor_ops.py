@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.simulate import register, run
 from helpers.tensor_ops import CHAINED, HEADERS, INDEXED, MEMORY, STORED, TYPES, drawn, ints, near, product
-from helpers.tolerances import FLOAT16, SUM
+from helpers.tolerances import BFLOAT16, FLOAT16, SUM
 
 from mlx_mittens.cli.main import main
 from mlx_mittens.simulator import enabled
@@ -104,6 +104,64 @@ def test_a_product_of_tensors_in_memory(scope, threads, body, shuffled, rng):
     near(c, product(a, b, False, True), SUM)
 
 
+# 4 bits on the right of a product, two of them in a byte of memory; sizes that tiles do not divide.
+PACKED = """
+[[kernel]] void test(device {left}* a [[buffer(0)]], device uint* b [[buffer(1)]], device {result}* c [[buffer(2)]],
+                     constant int* sizes [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]]) {{
+  const int M = sizes[0], N = sizes[1], K = sizes[2];
+  tensor A(a, dextents<int, 2>(K, M));
+  tensor<device {right}, dextents<int, 2>, tensor_inline> B((device uchar*)b, dextents<int, 2>(K, N), {{1, K}});
+  tensor C(c, dextents<int, 2>(N, M));
+  constexpr auto desc = matmul2d_descriptor(16, 32, 32, false, true, false,
+                                            matmul2d_descriptor::mode::multiply_accumulate);
+  matmul2d<desc, {scope}> op;
+  const int row = group.y * 16, column = group.x * 32;
+  auto first = A.slice(0, row);
+  auto second = B.slice(0, column);
+  auto sums = op.get_destination_cooperative_tensor<decltype(first), decltype(second), {result}>();
+  for (auto it = sums.begin(); it != sums.end(); ++it) {{
+    *it = 0;
+  }}
+  for (int k = 0; k < K; k += 32) {{
+    auto x = A.slice(k, row);
+    auto w = B.slice(k, column);
+    op.run(x, w, sums);
+  }}
+  auto y = C.slice(column, row);
+  sums.store(y);
+}}
+"""
+
+
+@pytest.mark.parametrize("scope", ["execution_simdgroup", "execution_simdgroups<2>"])
+@pytest.mark.parametrize(
+    ("left", "right", "result"),
+    [
+        ("half", "int4b_format", "float"),
+        ("half", "uint4b_format", "half"),
+        ("bfloat", "uint4b_format", "float"),
+        ("bfloat", "int4b_format", "bfloat"),
+        ("int8_t", "int4b_format", "int"),
+        ("uint8_t", "uint4b_format", "int"),
+    ],
+)
+def test_four_bits_on_the_right(left, right, result, scope, shuffled, rng):
+    m, n, k = 19, 45, 96
+    codes = rng.integers(0, 16, (n, k))
+    values = np.where(codes > 7, codes - 16, codes) if right == "int4b_format" else codes
+    b = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    a = drawn(rng, (m, k), left)
+    c = np.zeros((m, n), TYPES[result])
+    file = register(HEADERS + PACKED.format(left=left, right=right, result=result, scope=scope))
+    threads = 64 if "2" in scope else 32
+    data = [("input", a), ("input", b), ("output", c), ints(m, n, k)]
+    counts = run(file, "test", data, (2, 2, 1), threads, shuffled_tensors=shuffled)
+    near(c, product(a, values, False, True), {"float": SUM, "half": FLOAT16, "bfloat": BFLOAT16, "int": 0}[result])
+    if not shuffled and threads == 32:  # a byte is loaded once for two elements
+        loaded = counts["device_bytes_loaded"] - counts["params_bytes_loaded"]
+        assert loaded == 2 * m * k * a.itemsize + 2 * n * k // 2
+
+
 def test_a_result_that_becomes_an_operand(rng):
     a, b = (rng.integers(-2, 3, (32, 32)).astype(np.float16) for _ in range(2))
     c = np.zeros((32, 32), np.float32)
@@ -114,12 +172,26 @@ def test_a_result_that_becomes_an_operand(rng):
     run(register(HEADERS + CHAINED.replace("ASK", asks)), "test", data, shuffled_tensors=True)
 
 
+KNOWN = (
+    "#if !defined(__HAVE_TENSOR__) || !defined(__HAVE_INT4B_FORMAT_TYPE__) || __METAL_VERSION__ < 400\n#error\n#endif\n"
+)
+
+
+def test_the_macros_of_metal_4():
+    text = "[[kernel]] void test(device float* c [[buffer(0)]]) { c[0] = 1; }\n"
+    c = np.zeros(1, np.float32)
+    run(register(HEADERS + KNOWN + text), "test", [c], threads=1)
+    assert c[0] == 1
+    run(register("#ifdef __HAVE_TENSOR__\n#error\n#endif\n" + text), "test", [c], threads=1)
+
+
 def test_the_check_takes_them_from_metal_4_on(tmp_path, capsys):
     file = tmp_path / "product.metal"
     text = MEMORY.format(m=64, n=32, scope="execution_simdgroups<4>", body=STORED)
     file.write_text(f"#include <metal_stdlib>\nusing namespace metal;\n{HEADERS}{text}")
     assert main(["check", str(file)]) == 1
     assert "product.metal:3:1: error: <metal_tensor> is of Metal 4" in capsys.readouterr().out
+    file.write_text(file.read_text() + KNOWN)
     assert main(["check", "--std", "metal4.0", str(file)]) == 0
     assert "note: products of tensors run right on an M5 with macOS 26.2" in capsys.readouterr().out
     file.write_text(file.read_text().replace("(64, 32, static_cast<int>(dynamic_extent)", "(sizes[0], 32, 16"))

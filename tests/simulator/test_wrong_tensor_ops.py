@@ -31,6 +31,16 @@ LOAD = """tensor A(a, dextents<int, 2>(16, 16));
 """
 RESULT = "tensor C(c, dextents<int, 2>(32, 16));\n"
 TILE = "threadgroup float tile[512];\n  tensor T(tile, dextents<int, 2>(32, 16));\n"
+REDUCED = "auto rows = op.get_row_reduction_destination_cooperative_tensor<decltype(x), decltype(w), float>();\n"
+REDUCE = "reduce_rows(y, rows, reduction_operation::max, -INFINITY);\n"
+PACKED = """tensor A(a, dextents<int, 2>(16, 16));
+  tensor<device uint4b_format, dextents<int, 2>, tensor_inline> B((device uchar*)b, dextents<int, 2>(16, 32));
+  tensor C(c, dextents<int, 2>(32, 16));
+  matmul2d<matmul2d_descriptor(16, 32, 8, false, true), execution_simdgroup> op;
+  auto x = A.slice(BEGIN, 0);
+  auto w = B.slice(BEGIN, 0);
+  op.run(x, w, C);
+"""
 BY_SIMDGROUP = FILL.replace("0.0f", "float(simdgroup)")
 
 
@@ -71,6 +81,24 @@ WRONG = {
     "a layout assumed of the result": (
         SETUP + LOAD + RUN + "for (ushort i = 0; i < y.get_capacity(); ++i) c[16 * lane + i] = y[i];", 32, True,
         "result of matmul2d::run was read by index.*differs between GPUs",
+    ),
+    "a reduction that one lane misses": (
+        SETUP + REDUCED + LOAD + RUN + "if (lane < 31) " + REDUCE, 32, False, "divergence: reduce_rows",
+    ),
+    "a reduction of what nothing filled": (
+        SETUP + REDUCED + REDUCE, 32, False, "a reduction reads a cooperative tensor with elements that nothing filled",
+    ),
+    "a layout assumed of a reduction": (
+        SETUP + REDUCED + LOAD + RUN + REDUCE + "c[lane] = rows[0];", 32, True,
+        "result of a reduction was read by index.*differs between GPUs",
+    ),
+    "rows mapped where lanes hold others": (
+        SETUP + REDUCED + LOAD + RUN + REDUCE + "c[lane] = *rows.map_iterator(y.begin());", 32, True,
+        "map_iterator finds no element in this lane: ask is_iterator_compatible",
+    ),
+    "a row beyond the capacity": (SETUP + REDUCED + "rows[2] = 1;", 32, False, r"get_capacity\(\) says how many"),
+    "4 bits from the middle of a byte": (
+        PACKED.replace("BEGIN", "3"), 32, False, "a part of a tensor of 4 bits begins in the middle of a byte",
     ),
     "operands that differ in k": (
         in_memory("execution_simdgroups<4>", STORED).replace("B(b, dextents<int, 2>(sizes[2]",
@@ -155,6 +183,67 @@ REFUSED = {
     "operands of several SIMD-groups": (
         asks(scope="execution_simdgroups<4>"), "operands of one SIMD-group or thread, not of several",
     ),
+    "bytes of two signs": (asks(types="int8_t, uint8_t, int"), "bytes of one sign"),
+    "4 bits on the left": (asks(types="int4b_format, half, float"), "4 bits on the right of half"),
+    "4 bits with a float": (asks(types="float, int4b_format, float"), "4 bits on the right of half"),
+    "4 bits of another sign": (asks(types="uint8_t, int4b_format, int"), "bytes of their sign"),
+    "4 bits in registers": (
+        asks(types="half, uint4b_format, float").replace("left", "right"),
+        "cooperative tensors of 4 bits are not covered",
+    ),
+    "const elements": (
+        "matmul2d<matmul2d_descriptor(16, 32, 16), execution_simdgroup> op;\n  const device float* p = c;\n"
+        "  tensor A(p, dextents<int, 2>(16, 16));\n  tensor B(c, dextents<int, 2>(32, 16));\n"
+        "  tensor C(c, dextents<int, 2>(32, 16));\n  op.run(A, B, C);",
+        "matmul2d::run takes no tensors of const elements: cast the pointer",
+    ),
+    "an element of 4 bits by itself": (
+        "tensor<device int4b_format, dextents<int, 1>, tensor_inline> A((device uchar*)c, dextents<int, 1>(8));\n"
+        "  auto& at = A[{1}];",
+        "an element of 4 bits is not in memory by itself",
+    ),
+    "a mask": (SETUP + "c[0] = y.get_mask(0);", "Metal's headers have no get_mask"),
+    "a static slice": (
+        "tensor C(c, dextents<int, 2>(32, 16));\n  c[0] = C.static_slice<16, 16>(0, 0).get_extent(0);",
+        "Metal's headers have no static_slice",
+    ),
+    "a load of another rank": (
+        SETUP + "tensor C(c, dextents<int, 1>(16));\n  y.load(C);", "is loaded from a tensor of its own rank",
+    ),
+    "rows of several SIMD-groups": (
+        "tensor C(c, dextents<int, 2>(32, 32));\n"
+        "  matmul2d<matmul2d_descriptor(32, 32, 32), execution_simdgroups<4>> op;\n"
+        "  auto r = op.get_row_reduction_destination_cooperative_tensor<decltype(C), decltype(C), float>();",
+        "reductions are of one SIMD-group",
+    ),
+    "columns for rows": (
+        SETUP + REDUCED.replace("row_", "column_") + REDUCE, "the destination of a reduction is of another operation",
+    ),
+    "a reduction of an operand": (
+        SETUP.replace("half, half", "float, half") + REDUCED + REDUCE.replace("y,", "x,"),
+        "a reduction is of the destination of a matmul2d",
+    ),
+    "a map to rows of another size": (
+        SETUP + "matmul2d<matmul2d_descriptor(32, 32, 16), execution_simdgroup> other;\n"
+        "  auto rows = other.get_row_reduction_destination_cooperative_tensor<decltype(x), decltype(w), float>();\n"
+        "  c[0] = *rows.map_iterator(y.begin());",
+        "map_iterator maps elements to those of a result of the same sizes",
+    ),
+    "an operand from a result of another type": (
+        SETUP + "matmul2d<matmul2d_descriptor(16, 32, 32), execution_simdgroup> second;\n"
+        "  auto z = second.get_left_input_cooperative_tensor<half, half, float>(y);",
+        "a result becomes an operand of its own element type",
+    ),
+    "an operand from a result of other sizes": (
+        SETUP + "matmul2d<matmul2d_descriptor(16, 32, 16), execution_simdgroup> second;\n"
+        "  auto z = second.get_left_input_cooperative_tensor<float, half, float>(y);",
+        "a result that becomes a left operand has m rows and k columns",
+    ),
+    "an operand from a result in a product that transposes": (
+        SETUP + "matmul2d<matmul2d_descriptor(16, 16, 32, false, true), execution_simdgroup> second;\n"
+        "  auto z = second.get_left_input_cooperative_tensor<float, half, float>(y);",
+        "a product that transposes nothing",
+    ),
     "a scope of several threads": (asks(scope="execution_threads<2>"), "the scope of matmul2d is execution_thread or"),
     "no scope": (asks(scope="half"), "the scope of matmul2d is execution_thread or"),
     "a left operand of another operation": (
@@ -185,7 +274,7 @@ REFUSED = {
     ),
     "elements of 64 bits": (
         "device long* a = nullptr;\n  tensor A(a, dextents<int, 2>(16, 16));\n  c[0] = A.get_extent(0);",
-        "a tensor is of half, bfloat, float or integers of 8 or 32 bits",
+        "a tensor is of half, bfloat, float, integers of 8 or 32 bits, int4b_format or uint4b_format",
     ),
     "a descriptor that is no constant": (
         "const auto desc = matmul2d_descriptor(int(c[0]), 32, 16);\n  matmul2d<desc, execution_simdgroup> op;",

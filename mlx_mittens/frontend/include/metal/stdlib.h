@@ -18,7 +18,9 @@
 #include "metal/simdgroup_matrix.h"
 #if !defined(__SPIRV__) && !defined(__NVPTX__)
 #include "metal/tensor.h"
+#include "metal/cooperative_tensor.h"
 #include "metal/tensor_ops.h"
+#include "metal/tensor_reductions.h"
 #endif
 #include "metal/atomic.h"
 #include "metal/logging.h"

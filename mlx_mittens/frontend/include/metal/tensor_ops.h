@@ -49,6 +49,14 @@ struct TensorValue<metal::tensor<T, Extents, Descriptor>> {
 };
 template <typename T>
 using tensor_value = typename TensorValue<metal::remove_cv_t<T>>::type;
+// What a SIMD-group holds of an operand in memory.
+template <typename T>
+using held_value = typename Stored<tensor_value<T>>::value;
+
+template <typename T>
+constexpr bool is_constant_tensor = false;
+template <typename T, typename Extents, typename Descriptor>
+constexpr bool is_constant_tensor<metal::tensor<T, Extents, Descriptor>> = __is_const(T);
 
 template <typename Scope>
 constexpr int simdgroups_of = -1;
@@ -64,8 +72,13 @@ constexpr bool is_byte = __is_same(T, int8_t) || __is_same(T, uint8_t);
 template <typename Left, typename Right, typename Result>
 constexpr bool is_product_of_types() {
   constexpr bool has_float = __is_same(Left, float) || __is_same(Right, float);
-  if constexpr (is_byte<Left> && is_byte<Right>) {
-    return __is_same(Result, int);
+  if constexpr (is_of_four_bits<Left>) {
+    return false;
+  } else if constexpr (is_byte<Left> && (is_byte<Right> || is_of_four_bits<Right>)) {
+    return __is_same(Left, typename Stored<Right>::value) && __is_same(Result, int);
+  } else if constexpr (is_of_four_bits<Right>) {
+    constexpr bool is_narrow = __is_same(Left, half) || __is_same(Left, bfloat);
+    return is_narrow && (__is_same(Result, float) || __is_same(Result, Left));
   } else if constexpr (__is_same(Left, int) || __is_same(Left, uint) || __is_same(Right, int) ||
                        __is_same(Right, uint)) {
     return false;
@@ -201,11 +214,17 @@ class matmul2d {
   using Right = Matrix<mittens::TensorRole::right, T, Index, chosen.transpose_right ? chosen.n : k,
                        chosen.transpose_right ? k : chosen.n, scope>;
 
+  using ResultLayout = mittens::FragmentLayout<mittens::TensorRole::destination, chosen.m, chosen.n, simdgroups>;
+  template <bool of_rows, typename T, typename Index>
+  using Reduction = metal::cooperative_tensor<T, metal::extents<Index, of_rows ? chosen.m : chosen.n>,
+                                              mittens::ReductionLayout<of_rows, ResultLayout>>;
+
   template <typename L, typename R, typename T>
   static constexpr void check_types() {
     static_assert(mittens::is_product_of_types<L, R, T>(),
                   "matmul2d has no product of these types: half, bfloat and float with a result of float or of the "
-                  "narrow type of an operand, bytes with a result of int");
+                  "narrow type of an operand, bytes of one sign with a result of int, and 4 bits on the right of half, "
+                  "bfloat or bytes of their sign");
   }
   template <typename L, typename R, typename T>
   static constexpr void check_inputs() {
@@ -216,6 +235,20 @@ class matmul2d {
                   "cooperative tensors as operands have sizes that are multiples of 16");
     static_assert(chosen.m == 32 || chosen.n == 32 || chosen.k == 32 || simdgroups == 0,
                   "one of m, n and k is 32 where both operands are cooperative tensors");
+  }
+  static constexpr void check_reductions() {
+    static_assert(simdgroups == 1, "reductions are of one SIMD-group: the scope is execution_simdgroup");
+  }
+  // What the header asks of a result that becomes an operand.
+  template <typename T, typename Source>
+  static constexpr void check_source() {
+    using Layout = typename Source::layout;
+    static_assert(Layout::role == mittens::TensorRole::destination && Layout::simdgroups == 1 && simdgroups == 1,
+                  "an operand comes from the destination of a matmul2d, and both have the scope execution_simdgroup");
+    static_assert(__is_same(typename Source::element_type, T),
+                  "a result becomes an operand of its own element type");
+    static_assert(!chosen.transpose_left && !chosen.transpose_right,
+                  "a result becomes an operand of a product that transposes nothing");
   }
 
  public:
@@ -229,6 +262,11 @@ class matmul2d {
   template <typename L, typename R, typename T, typename Index = int>
   using cooperative_tensor_destination_t =
       Matrix<mittens::TensorRole::destination, T, Index, chosen.m, chosen.n, simdgroups>;
+
+  template <typename L, typename R, typename T, typename Index = int>
+  using cooperative_tensor_row_reduction_destination_t = Reduction<true, T, Index>;
+  template <typename L, typename R, typename T, typename Index = int>
+  using cooperative_tensor_column_reduction_destination_t = Reduction<false, T, Index>;
 
   template <typename L, typename R, typename T, typename Index = int>
   MITTENS_INLINE cooperative_tensor_left_input_t<L, R, T, Index> get_left_input_cooperative_tensor() const {
@@ -246,6 +284,18 @@ class matmul2d {
     return {};
   }
 
+  // For the value of each row, or of each column, of a result.
+  template <typename L, typename R, typename T, typename Index = int>
+  MITTENS_INLINE Reduction<true, T, Index> get_row_reduction_destination_cooperative_tensor() const {
+    check_reductions();
+    return {};
+  }
+  template <typename L, typename R, typename T, typename Index = int>
+  MITTENS_INLINE Reduction<false, T, Index> get_column_reduction_destination_cooperative_tensor() const {
+    check_reductions();
+    return {};
+  }
+
   // An operand from the result of another product, where both have one layout.
   template <typename L, typename R, typename T, typename U, typename E, typename Layout>
   bool is_compatible_as_left_input(const metal::cooperative_tensor<U, E, Layout>&) const {
@@ -259,12 +309,18 @@ class matmul2d {
   MITTENS_INLINE auto get_left_input_cooperative_tensor(const metal::cooperative_tensor<U, E, Layout>& source,
                                                         mittens::Site site = mittens::here()) const {
     check_inputs<L, R, T>();
+    check_source<L, metal::cooperative_tensor<U, E, Layout>>();
+    static_assert(Layout::rows == chosen.m && Layout::columns == chosen.k,
+                  "a result that becomes a left operand has m rows and k columns");
     return converted<cooperative_tensor_left_input_t<L, R, T, Index>>(source, site);
   }
   template <typename L, typename R, typename T, typename Index = int, typename U, typename E, typename Layout>
   MITTENS_INLINE auto get_right_input_cooperative_tensor(const metal::cooperative_tensor<U, E, Layout>& source,
                                                          mittens::Site site = mittens::here()) const {
     check_inputs<L, R, T>();
+    check_source<R, metal::cooperative_tensor<U, E, Layout>>();
+    static_assert(Layout::rows == chosen.k && Layout::columns == chosen.n,
+                  "a result that becomes a right operand has k rows and n columns");
     return converted<cooperative_tensor_right_input_t<L, R, T, Index>>(source, site);
   }
 
@@ -277,6 +333,9 @@ class matmul2d {
                       (is_cooperative<metal::remove_cv_t<D>> || is_tensor<metal::remove_cv_t<D>>),
                   "matmul2d::run takes tensors and cooperative tensors");
     check_types<mittens::tensor_value<L>, mittens::tensor_value<R>, Value>();
+    static_assert(!mittens::is_constant_tensor<metal::remove_cv_t<L>> &&
+                      !mittens::is_constant_tensor<metal::remove_cv_t<R>>,
+                  "matmul2d::run takes no tensors of const elements: cast the pointer, as by const_cast<device half*>");
     if constexpr (simdgroups > 1) {
       if (mittens::attribute::simdgroups_per_threadgroup() != simdgroups) {
         mittens::fault("matmul2d::run is for another number of SIMD-groups than the threadgroup has", site);
@@ -334,9 +393,10 @@ class matmul2d {
                      "is_compatible_as_right_input before, and pass it through memory where they say no",
                      site);
     }
+    source.mittens_ask();
     Wanted result;
     for (int i = 0; i < Wanted::capacity; ++i) {
-      result.mittens_elements()[i] = typename Wanted::element_type(source.mittens_converted()[i]);
+      result.mittens_elements()[i] = source.mittens_elements()[i];
     }
     result.fill();
     return result;
@@ -361,7 +421,7 @@ class matmul2d {
     const int sizes[] = {int(whole.get_extent(0)), int(whole.get_extent(1))};
     const int left = sizes[is_inner ? 0 : 1] - begin;
     const int of_k = left < count ? left : count;
-    return Part(whole.data_handle() + long(begin) * (is_inner ? inner : outer),
+    return Part(whole.mittens_behind(long(begin) * (is_inner ? inner : outer)),
                 metal::dextents<int, 2>(is_inner ? of_k : sizes[0], is_inner ? sizes[1] : of_k), {inner, outer});
   }
 
@@ -381,11 +441,11 @@ class matmul2d {
     if constexpr (is_left_held && is_right_held) {
       product<constant_k>(left, right, sums, site);
     } else if constexpr (is_left_held) {
-      Right<mittens::tensor_value<R>, constant_k, own> b;
+      Right<mittens::held_value<R>, constant_k, own> b;
       b.load(right);
       product<constant_k>(left, b, sums, site);
     } else if constexpr (is_right_held) {
-      Left<mittens::tensor_value<L>, constant_k, own> a;
+      Left<mittens::held_value<L>, constant_k, own> a;
       a.load(left);
       product<constant_k>(a, right, sums, site);
     } else {
@@ -397,9 +457,9 @@ class matmul2d {
       }
       for (int begin = 0; begin < all; begin += block) {
         const int count = all - begin < block ? all - begin : block;
-        Left<mittens::tensor_value<L>, block, own> a;
+        Left<mittens::held_value<L>, block, own> a;
         a.load(part<!chosen.transpose_left>(left, begin, count));
-        Right<mittens::tensor_value<R>, block, own> b;
+        Right<mittens::held_value<R>, block, own> b;
         b.load(part<chosen.transpose_right>(right, begin, count));
         product<block>(a, b, sums, site);
       }
