@@ -1,7 +1,7 @@
 """Which lane of an M5's SIMD-group holds which elements of a product's operands, asked of the GPU.
 
-Apple documents it by `get_multidimensional_index` alone. MLX's kernels, and the simulator, assume one layout; of
-reductions the simulator alone does.
+Apple documents it by `get_multidimensional_index` alone. MLX's kernels, and the simulator, assume one layout. The
+simulator assumes one of reductions too.
 """
 
 from __future__ import annotations
@@ -11,22 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 _LANES, _MOST = 32, 16
-_OPERANDS = ("left operand", "right operand", "destination")  # that MLX's kernels use by index
+_OPERANDS = ("left operand", "right operand", "destination")
 _REDUCTIONS = ("reduction of rows", "reduction of columns")
 _HEADER = """
 #include <metal_tensor>
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 using namespace metal;
 using namespace mpp::tensor_ops;
-
-template <typename Tensor>
-void mittens_values(const thread Tensor& tensor, device int* places, uint lane) {
-  for (ushort i = 0; i < 16; ++i) {
-    const bool is_there = i < tensor.get_capacity() && tensor.is_valid_element(i);
-    places[(lane * 16 + i) * 2] = is_there ? tensor.get_multidimensional_index(i)[0] : -1;
-    places[(lane * 16 + i) * 2 + 1] = is_there ? 0 : -1;
-  }
-}
 
 template <typename Tensor>
 void mittens_places(const thread Tensor& tensor, device int* places, uint lane) {
@@ -42,25 +33,37 @@ void mittens_places(const thread Tensor& tensor, device int* places, uint lane) 
     places[(lane * 16 + i) * 2 + 1] = column;
   }
 }
+
+template <typename Tensor>
+void mittens_values(const thread Tensor& tensor, device int* places, uint lane) {
+  for (ushort i = 0; i < 16; ++i) {
+    const bool is_there = i < tensor.get_capacity() && tensor.is_valid_element(i);
+    places[(lane * 16 + i) * 2] = is_there ? tensor.get_multidimensional_index(i)[0] : -1;
+    places[(lane * 16 + i) * 2 + 1] = is_there ? 0 : -1;
+  }
+}
 """
 # The descriptor of MLX's products: 16 rows, 32 columns, 16 terms, and the right operand lies by columns.
 _SOURCE = """
 constexpr auto mode = matmul2d_descriptor::mode::multiply_accumulate;
 constexpr auto desc = matmul2d_descriptor(16, 32, 16, false, true, true, mode);
 matmul2d<desc, execution_simdgroup> op;
+const uint lane = thread_index_in_simdgroup;
+"""
+_OF_OPERANDS = """
 auto left = op.get_left_input_cooperative_tensor<half, half, float>();
 auto right = op.get_right_input_cooperative_tensor<half, half, float>();
 auto sums = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
-using Left = decltype(left);
-using Right = decltype(right);
-auto rows = op.get_row_reduction_destination_cooperative_tensor<Left, Right, float>();
-auto columns = op.get_column_reduction_destination_cooperative_tensor<Left, Right, float>();
-const uint lane = thread_index_in_simdgroup;
 mittens_places(left, places, lane);
 mittens_places(right, places + 1024, lane);
 mittens_places(sums, places + 2048, lane);
-mittens_values(rows, places + 3072, lane);
-mittens_values(columns, places + 4096, lane);
+"""
+_OF_REDUCTIONS = """
+using Operand = tensor<device half, dextents<int, 2>, tensor_inline>;
+auto rows = op.get_row_reduction_destination_cooperative_tensor<Operand, Operand, float>();
+auto columns = op.get_column_reduction_destination_cooperative_tensor<Operand, Operand, float>();
+mittens_values(rows, places, lane);
+mittens_values(columns, places + 1024, lane);
 """
 # Row and column of each lane's elements, -1 for missing ones; of a value of a reduction its row or column, and 0.
 Places = list[list[tuple[int, int]]]
@@ -89,42 +92,72 @@ def assumed() -> dict[str, Places]:
 
 
 def asked() -> dict[str, Places]:
-    """The layout of the default device, by a kernel that asks for it.
+    """The layout of operands on the default device, by a kernel that asks for it.
 
     Raises:
         RuntimeError: It does not compile, as before macOS 26.2, or there is no Metal.
     """
+    return _asked("mittens_matrix_layout", _OF_OPERANDS, _OPERANDS)
+
+
+def asked_of_reductions() -> dict[str, Places]:
+    """The layout of the values of rows and columns, as `asked`."""
+    return _asked("mittens_reduction_layout", _OF_REDUCTIONS, _REDUCTIONS)
+
+
+def _asked(name: str, source: str, names: tuple[str, ...]) -> dict[str, Places]:
     kernel: Any = mx.fast.metal_kernel(
-        name="mittens_matrix_layout", input_names=["x"], output_names=["places"], header=_HEADER, source=_SOURCE
+        name=name, input_names=["x"], output_names=["places"], header=_HEADER, source=_SOURCE + source
     )
-    asked_of = (*_OPERANDS, *_REDUCTIONS)
-    shape = (len(asked_of), _LANES, _MOST, 2)
     sizes = {"grid": (_LANES, 1, 1), "threadgroup": (_LANES, 1, 1)}
-    (places,) = kernel(inputs=[mx.zeros((1,))], output_shapes=[shape], output_dtypes=[mx.int32], **sizes)
+    shapes = [(len(names), _LANES, _MOST, 2)]
+    (places,) = kernel(inputs=[mx.zeros((1,))], output_shapes=shapes, output_dtypes=[mx.int32], **sizes)
     rows: list[list[list[list[int]]]] = places.tolist()
-    return {
-        operand: [[(row, column) for row, column in lane] for lane in lanes] for operand, lanes in zip(asked_of, rows)
-    }
+    return {of: [[(row, column) for row, column in lane] for lane in lanes] for of, lanes in zip(names, rows)}
 
 
 def told() -> str:
     """Whether the layout is the one that MLX assumes; else the first place that is another."""
     try:
-        found = asked()
+        other = _first_other(asked())
     except RuntimeError as error:
-        first = next(iter(str(error).splitlines()), "no reason was given")
-        return f"the layout of matrix units could not be asked for: {first}"
-    for operand, lanes in assumed().items():
-        for lane, places in enumerate(lanes):
+        return f"the layout of matrix units could not be asked for: {_first_line(error)}"
+    if other:
+        of, lane, i, found, place = other
+        return (
+            f"not the layout that MLX's kernels assume: of the {of} lane {lane} has row and column {_text(found)} as "
+            f"element {i}, where they take it for {_text(place)}; they would be wrong here, and so is "
+            "tensor_layout='m5' of the simulator"
+        )
+    return f"the layout that MLX's kernels and the simulator assume{_told_of_reductions()}"
+
+
+def _told_of_reductions() -> str:
+    """What is to be added where reductions lie otherwise than in the simulator."""
+    try:
+        other = _first_other(asked_of_reductions())
+    except RuntimeError as error:
+        return f"; that of reductions could not be asked for: {_first_line(error)}"
+    if other is None:
+        return ""
+    of, lane, i, (found, _), (place, _) = other
+    return (
+        f"; but in the {of} lane {lane} has value {found} as element {i}, where the simulator has {place}, so that "
+        "tensor_layout='m5' is wrong for it"
+    )
+
+
+def _first_other(found: dict[str, Places]) -> tuple[str, int, int, tuple[int, int], tuple[int, int]] | None:
+    for of, lanes in found.items():
+        for lane, places in enumerate(assumed()[of]):
             for i, place in enumerate(places):
-                if (other := found[operand][lane][i]) != place:
-                    who = "MLX's kernels and the simulator" if operand in _OPERANDS else "kernels with reductions"
-                    return (
-                        f"not the layout that {who} assume: of the {operand} lane {lane} has row and column "
-                        f"{_text(other)} as element {i}, where they take it for {_text(place)}; kernels that assume it "
-                        "would be wrong here, and so is tensor_layout='m5' of the simulator"
-                    )
-    return "the layout that MLX's kernels and the simulator assume"
+                if lanes[lane][i] != place:
+                    return of, lane, i, lanes[lane][i], place
+    return None
+
+
+def _first_line(error: RuntimeError) -> str:
+    return next(iter(str(error).splitlines()), "no reason was given")
 
 
 def _text(place: tuple[int, int]) -> str:

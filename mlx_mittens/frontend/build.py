@@ -45,11 +45,12 @@ def _translate(
     constants: tuple[tuple[int, str], ...],
     nvidia: bool,
     passes: Passes,
+    tensors: bool,
 ) -> Translation:
     found = compiler.find_compiler()
-    version = preprocess.TENSORS if preprocess.tensor_header(flat) else 310
     folders, defines = [library.INCLUDE, *library.mlx_include()], ["-DMITTENS_NVIDIA"] * nvidia
-    done = preprocess.preprocessed(found, flat, folders, version, defines)
+    run = preprocess.preprocessed_with_tensors if tensors else preprocess.preprocessed
+    done = run(found, flat, folders, 310, defines)
     if done.returncode:
         raise CompileError(file, None, clean(done.stderr))
     text = done.stdout
@@ -66,15 +67,20 @@ def translate(
     constants: dict[int, object] | None = None,
     nvidia: bool = False,
     more: tuple[Pass, ...] = (),
+    tensors: bool = False,
 ) -> Translation:
-    """Translates a .metal file for clang, for NVIDIA's GPUs or for the simulator, with more passes than always run."""
+    """Translates a .metal file for clang, for NVIDIA's GPUs or for the simulator, with more passes than always run.
+
+    With `tensors` a text that includes tensors is of Metal 4, as no compiler for GPUs here takes it.
+    """
     texts = tuple(sorted(constant_texts(constants).items()))
-    return _translate(file, sources.flatten(file), texts, nvidia, to_run(*more))
+    return _translate(file, sources.flatten(file), texts, nvidia, to_run(*more), tensors)
 
 
 def simulated(file: str, constants: dict[int, object] | None = None, more: tuple[Pass, ...] = ()) -> Translation:
     """Translates a file for the simulator, which counts rounds; the lanes of our own kernels do not part."""
-    return translate(file, constants, more=(*more, count_rounds) if sources.is_registered(file) else more)
+    passes = (*more, count_rounds) if sources.is_registered(file) else more
+    return translate(file, constants, more=passes, tensors=True)
 
 
 def variants(file: str) -> list[Variant]:

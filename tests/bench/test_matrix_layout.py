@@ -12,7 +12,7 @@ from mlx_mittens.cli.main import main
 
 def test_the_layout_that_mlx_assumes_is_told(native):
     with mm.simulator.enabled(gpu="m5"):
-        assert matrix_layout.asked() == matrix_layout.assumed()
+        assert matrix_layout.asked() | matrix_layout.asked_of_reductions() == matrix_layout.assumed()
         assert matrix_layout.told() == "the layout that MLX's kernels and the simulator assume"
 
 
@@ -44,8 +44,29 @@ def test_another_layout_is_told_with_the_first_place(native):
         if found["left operand"][lane][i] != matrix_layout.assumed()["left operand"][lane][i]
     )
     row, column = found["left operand"][lane][i]
-    assert told.startswith("not the layout that MLX's kernels and the simulator assume: of the left operand ")
+    assert told.startswith("not the layout that MLX's kernels assume: of the left operand ")
     assert f"lane {lane} has row and column {row}, {column} as element {i}, " in told
+
+
+def test_reductions_that_lie_otherwise_are_told(native, monkeypatch):
+    other = {of: [lane[::-1] for lane in lanes] for of, lanes in matrix_layout.assumed().items() if "reduction" in of}
+    with mm.simulator.enabled(gpu="m5"):
+        monkeypatch.setattr(matrix_layout, "asked_of_reductions", lambda: other)
+        told = matrix_layout.told()
+    assert told.startswith(
+        "the layout that MLX's kernels and the simulator assume; but in the reduction of rows lane 0 "
+    )
+    assert "has value -1 as element 0, where the simulator has 0, so that tensor_layout='m5' is wrong for it" in told
+
+
+def test_reductions_that_cannot_be_asked_for_are_told(native, monkeypatch):
+    def refused():
+        raise RuntimeError("no member named get_row_reduction\nin line 3")
+
+    with mm.simulator.enabled(gpu="m5"):
+        monkeypatch.setattr(matrix_layout, "asked_of_reductions", refused)
+        told = matrix_layout.told()
+    assert told.endswith("assume; that of reductions could not be asked for: no member named get_row_reduction")
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")

@@ -6,6 +6,7 @@ from helpers.simulate import register, run
 from helpers.tensor_ops import CHAINED, HEADERS, INDEXED, MEMORY, STORED, TYPES, drawn, ints, near, product
 from helpers.tolerances import BFLOAT16, FLOAT16, SUM
 
+from mlx_mittens import frontend
 from mlx_mittens.cli.main import main
 from mlx_mittens.simulator import enabled
 
@@ -162,6 +163,30 @@ def test_four_bits_on_the_right(left, right, result, scope, shuffled, rng):
         assert loaded == 2 * m * k * a.itemsize + 2 * n * k // 2
 
 
+# The right operand lies by rows of 46 columns, in threadgroup memory; k is what the tensors say.
+PACKED_ROWS = """
+[[kernel]] void test(device half* a [[buffer(0)]], device uchar* b [[buffer(1)]], device float* c [[buffer(2)]],
+                     uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup uchar tile[75 * 23];
+  for (uint i = thread_index; i < 75 * 23; i += 64) tile[i] = b[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  tensor A(a, dextents<int, 2>(75, 16));
+  tensor<threadgroup int4b_format, dextents<int, 2>, tensor_inline> B(tile, dextents<int, 2>(46, 75));
+  tensor C(c, dextents<int, 2>(46, 16));
+  matmul2d<matmul2d_descriptor(16, 64), execution_simdgroups<2>> op;
+  op.run(A, B, C);
+}
+"""
+
+
+def test_four_bits_by_rows(shuffled, rng):
+    codes = rng.integers(0, 16, (75, 46))
+    b = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    a, c = drawn(rng, (16, 75), "half"), np.zeros((16, 46), np.float32)
+    run(register(HEADERS + PACKED_ROWS), "test", [a, b, c], threads=64, shuffled_tensors=shuffled)
+    near(c, product(a, np.where(codes > 7, codes - 16, codes), False, False), SUM)
+
+
 def test_a_result_that_becomes_an_operand(rng):
     a, b = (rng.integers(-2, 3, (32, 32)).astype(np.float16) for _ in range(2))
     c = np.zeros((32, 32), np.float32)
@@ -182,7 +207,22 @@ def test_the_macros_of_metal_4():
     c = np.zeros(1, np.float32)
     run(register(HEADERS + KNOWN + text), "test", [c], threads=1)
     assert c[0] == 1
-    run(register("#ifdef __HAVE_TENSOR__\n#error\n#endif\n" + text), "test", [c], threads=1)
+    plain = "#if defined(__HAVE_TENSOR__) || __METAL_VERSION__ >= 400\n#error\n#endif\n"
+    run(register(plain + text), "test", [c], threads=1)
+    run(register(f"#ifdef NEVER\n{HEADERS}\n#endif\n{plain}{text}"), "test", [c], threads=1)
+
+
+def test_a_text_without_tensors_before_metal_4_is_compiled_for_gpus():
+    file = register(
+        "#if __METAL_VERSION__ >= 400\n#include <metal_tensor>\n"
+        "constant constexpr bool has = sizeof(tensor_inline) > 0;\n"
+        "#else\nconstant constexpr bool has = false;\n#endif\n"
+        "[[kernel]] void test(device int* c [[buffer(0)]]) { c[0] = has ? 2 : 1; }\n"
+    )
+    assert "st.global" in frontend.ptx(file, "test")
+    c = np.zeros(1, np.int32)
+    run(file, "test", [c], threads=1)
+    assert c[0] == 2
 
 
 def test_the_check_takes_them_from_metal_4_on(tmp_path, capsys):

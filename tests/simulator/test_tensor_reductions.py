@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 from helpers.simulate import register, run
-from helpers.tensor_ops import HEADERS, drawn, near, product
-from helpers.tolerances import SUM
+from helpers.tensor_ops import HEADERS, TYPES, drawn, near, product
+from helpers.tolerances import FLOAT16, SUM
+
+from mlx_mittens.simulator import Fault
 
 # Sums, maxima and minima of a product's rows and columns, by their places.
 REDUCED = """
@@ -24,10 +26,12 @@ REDUCED = """
 }}
 """.replace("reduce_{kind}s", "reduce_{plural}")
 PLURALS = {"row": "rows", "column": "columns"}
+# The value to begin with, the sign of products that it must not change, and the result of a row of products.
 OPERATIONS = {
-    "sum": ("0.0f", np.sum),
-    "max": ("reduction_operation_identity<float>::max_identity", np.max),
-    "min": ("INFINITY", np.min),
+    "sum": ("0.0f", -1, lambda products, axis: products.sum(axis)),
+    "max": ("reduction_operation_identity<float>::max_identity", -1, lambda products, axis: products.max(axis)),
+    "min": ("INFINITY", 1, lambda products, axis: products.min(axis)),
+    "max with a greater one": ("2.0f", -1, lambda products, axis: np.full(products.shape[1 - axis], 2.0)),
 }
 
 
@@ -36,18 +40,51 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("m", "n"), [(16, 32), (8, 16), (48, 24)])
 def test_reductions(m, n, operation, kind, shuffled, rng):
-    a, b = drawn(rng, (m, 32), "half"), drawn(rng, (n, 32), "half")
+    identity, sign, reduced = OPERATIONS[operation]
+    a, b = np.abs(drawn(rng, (m, 32), "half")), sign * np.abs(drawn(rng, (n, 32), "half"))
     values = np.zeros(128, np.float32)
-    identity, reduce = OPERATIONS[operation]
     count = m if kind == "row" else n
-    names = {"kind": kind, "plural": PLURALS[kind], "operation": operation, "identity": identity, "count": count}
+    names = {"kind": kind, "plural": PLURALS[kind], "operation": operation[:3], "identity": identity, "count": count}
     file = register(HEADERS + REDUCED.format(m=m, n=n, **names))
     counts = run(file, "test", [a, b, values], shuffled_tensors=shuffled, complete=False)
-    expected = reduce(product(a, b, False, True), axis=1 if kind == "row" else 0)
+    expected = reduced(product(a, b, False, True), 1 if kind == "row" else 0)
     near(values[:count], expected, SUM)
     near(values[64 : 64 + count], expected, SUM)
     assert np.isnan(values[count:64]).all() and np.isnan(values[64 + count :]).all()  # nothing wrote them
     assert counts["simd_operations"] == 1 and counts["tensor_operations"] > 0
+
+
+# Each of two SIMD-groups has rows of its own. Halves and integers are reduced in their own type.
+TYPED = """
+[[kernel]] void test(device {left}* a [[buffer(0)]], device {left}* b [[buffer(1)]], device {result}* out [[buffer(2)]],
+                     uint simdgroup [[simdgroup_index_in_threadgroup]]) {{
+  tensor A(a + simdgroup * 16 * 32, dextents<int, 2>(32, 16));
+  tensor B(b, dextents<int, 2>(32, 24));
+  constexpr auto desc = matmul2d_descriptor(16, 24, 32, false, true);
+  matmul2d<desc, execution_simdgroup> op;
+  auto result = op.get_destination_cooperative_tensor<decltype(A), decltype(B), {result}>();
+  auto columns = op.get_column_reduction_destination_cooperative_tensor<decltype(A), decltype(B), {result}>();
+  op.run(A, B, result);
+  reduce_columns(result, columns, reduction_operation::max, reduction_operation_identity<{result}>::max_identity);
+  auto again = columns;
+  if (is_iterator_compatible(result, columns) && is_iterator_compatible(again, columns)) {{
+    for (auto it = result.begin(); it != result.end(); ++it) {{
+      if (it.is_valid_element()) *it -= *columns.map_iterator(again.map_iterator(it));
+    }}
+  }}
+  result.store(tensor(out + simdgroup * 16 * 24, extents<int, 24, 16>()));
+}}
+"""
+
+
+@pytest.mark.parametrize(("left", "result"), [("half", "half"), ("half", "float"), ("int8_t", "int")])
+def test_values_of_columns_in_two_simdgroups(left, result, rng):
+    a, b = drawn(rng, (32, 32), left), drawn(rng, (24, 32), left)
+    out = np.zeros((2, 16, 24), TYPES[result])
+    file = register(HEADERS + TYPED.format(left=left, result=result))
+    run(file, "test", [("input", a), ("input", b), ("output", out)], threads=64)
+    products = product(a, b, False, True).reshape(2, 16, 24)
+    near(out, products - products.max(axis=1, keepdims=True), {"half": 2 * FLOAT16, "float": SUM, "int": 0}[result])
 
 
 def test_a_maximum_without_an_identity_begins_at_zero():
@@ -60,8 +97,7 @@ def test_a_maximum_without_an_identity_begins_at_zero():
 
 
 # Attention of 16 queries in one SIMD-group: the softmax runs in registers, and its result is the left operand of the
-# second product. Where the layouts differ values pass
-# through threadgroup memory.
+# second product. Where the layouts differ values pass through threadgroup memory.
 ATTENTION = """
 [[kernel]] void test(device half* q [[buffer(0)]], device half* k [[buffer(1)]], device half* v [[buffer(2)]],
                      device float* out [[buffer(3)]], constant int& keys [[buffer(4)]]) {
@@ -81,7 +117,7 @@ ATTENTION = """
   auto before = most, sums = most, total = most;
   auto weights = pv.get_left_input_cooperative_tensor<float, half, float>();
   auto result = pv.get_destination_cooperative_tensor<decltype(weights), decltype(V), float>();
-  const bool is_mapped = ALL(is_iterator_compatible(scores, most) && is_iterator_compatible(result, most));
+  const bool is_mapped = is_iterator_compatible(scores, most) && is_iterator_compatible(result, most);
   threadgroup float of_row[16];
   for (ushort i = 0; i < total.get_capacity(); ++i) {
     before[i] = -INFINITY;
@@ -162,8 +198,12 @@ def attention(rng, text, keys, **options):
 @pytest.mark.parametrize("shuffled", [False, True], ids=["m5", "shuffled"])
 @pytest.mark.parametrize("keys", [32, 75])
 def test_attention_that_asks(keys, shuffled, rng):
-    attention(rng, ATTENTION.replace("ALL", ""), keys, shuffled_tensors=shuffled)
+    attention(rng, ATTENTION, keys, shuffled_tensors=shuffled)
 
 
-def test_attention_on_an_m5_alone(rng):
-    attention(rng, ATTENTION.replace("ALL(", "true || ("), 75)
+def test_attention_that_does_not_ask(rng):
+    asks = "is_iterator_compatible(scores, most) && is_iterator_compatible(result, most)"
+    text = ATTENTION.replace(asks, "true")
+    attention(rng, text, 75)
+    with pytest.raises(Fault, match=r"test\d+\.metal:\d+.*map_iterator finds no element in this lane"):
+        attention(rng, text, 75, shuffled_tensors=True)

@@ -96,6 +96,17 @@ WRONG = {
         SETUP + REDUCED + LOAD + RUN + REDUCE + "c[lane] = *rows.map_iterator(y.begin());", 32, True,
         "map_iterator finds no element in this lane: ask is_iterator_compatible",
     ),
+    "a store of what nothing filled": (
+        SETUP + REDUCED + "rows.store(tensor(c, extents<int, 16>()));", 32, False, "is stored with elements",
+    ),
+    "a map of the end": (
+        SETUP + REDUCED + LOAD + RUN + REDUCE + "c[lane] = *rows.map_iterator(y.end());", 32, False,
+        r"get_capacity\(\) says how many",
+    ),
+    "rows of 4 bits that begin in the middle of a byte": (
+        PACKED.replace("BEGIN", "0").replace("dextents<int, 2>(16, 32)", "dextents<int, 2>(15, 32)"), 32, False,
+        "rows of a tensor of 4 bits begin in the middle of a byte",
+    ),
     "a row beyond the capacity": (SETUP + REDUCED + "rows[2] = 1;", 32, False, r"get_capacity\(\) says how many"),
     "4 bits from the middle of a byte": (
         PACKED.replace("BEGIN", "3"), 32, False, "a part of a tensor of 4 bits begins in the middle of a byte",
@@ -187,10 +198,6 @@ REFUSED = {
     "4 bits on the left": (asks(types="int4b_format, half, float"), "4 bits on the right of half"),
     "4 bits with a float": (asks(types="float, int4b_format, float"), "4 bits on the right of half"),
     "4 bits of another sign": (asks(types="uint8_t, int4b_format, int"), "bytes of their sign"),
-    "4 bits in registers": (
-        asks(types="half, uint4b_format, float").replace("left", "right"),
-        "cooperative tensors of 4 bits are not covered",
-    ),
     "const elements": (
         "matmul2d<matmul2d_descriptor(16, 32, 16), execution_simdgroup> op;\n  const device float* p = c;\n"
         "  tensor A(p, dextents<int, 2>(16, 16));\n  tensor B(c, dextents<int, 2>(32, 16));\n"
@@ -222,6 +229,9 @@ REFUSED = {
     "a reduction of an operand": (
         SETUP.replace("half, half", "float, half") + REDUCED + REDUCE.replace("y,", "x,"),
         "a reduction is of the destination of a matmul2d",
+    ),
+    "a reduction of types that no product has": (
+        SETUP + REDUCED.replace("float>", "int>"), "matmul2d has no product of these types",
     ),
     "a map to rows of another size": (
         SETUP + "matmul2d<matmul2d_descriptor(32, 32, 16), execution_simdgroup> other;\n"
@@ -301,3 +311,14 @@ def test_the_check_refuses_them_too(name, tmp_path, capsys):
     )
     assert main(["check", "--std", "metal4.0", str(file)]) == 1
     assert said in capsys.readouterr().out
+
+
+def test_what_is_not_covered_is_said(tmp_path, capsys):
+    file = tmp_path / "uncovered.metal"
+    body = asks(types="half, uint4b_format, float").replace("left", "right")
+    file.write_text(
+        f"#include <metal_stdlib>\nusing namespace metal;\n{HEADERS}"
+        f"[[kernel]] void test(device float* c [[buffer(0)]]) {{\n  {body}\n}}\n"
+    )
+    assert main(["check", "--std", "metal4.0", str(file)]) == 2
+    assert "not covered: cooperative tensors of 4 bits" in capsys.readouterr().out

@@ -171,7 +171,7 @@ def _named(text: Text, first: int, last: int) -> list[str]:
 
 
 def _is_array(text: Text, first: int, last: int) -> bool:
-    """Whether a parameter is an array without an address space. But for kernels it is in the thread's memory."""
+    """Whether a parameter is an array without an address space. Outside of kernels it lies in the thread's memory."""
     words = text.tokens[first:last]
     end = words.index("=") if "=" in words else len(words)
     brackets = [j for j in range(first, first + end) if text.tokens[j] == "[" and not text.in_attribute[j]]

@@ -12,6 +12,7 @@ Four looks at a file; each finds mistakes that the others cannot:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -97,28 +98,28 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
     notes = [*_other_characters(flat, place)] if strict else []
     found = compiler.find_compiler()
     folders = [library.INCLUDE, *library.mlx_include(), *map(Path, options.include)]
-    header = preprocess.tensor_header(flat)
     # For a launch MLX chooses the newest version.
-    version = options.version if strict or header is None else max(options.version, preprocess.TENSORS)
-    done = preprocess.preprocessed(found, flat, folders, version, [f"-D{definition}" for definition in options.define])
+    run = preprocess.preprocessed if strict else preprocess.preprocessed_with_tensors
+    done = run(found, flat, folders, options.version, [f"-D{definition}" for definition in options.define])
     if done.returncode:
-        missing = _UNCOVERED_HEADER.search(sources.without_comments(flat))
-        if missing is not None and f"'{missing[1]}' file not found" in done.stderr:
-            line = LineMap(flat).at(missing.start())
-            return [Problem(*line, f"<{missing[1]}> is not covered by this check", 1, UNCOVERED)]
+        for missing in _UNCOVERED_HEADER.finditer(sources.without_comments(flat)):
+            if f"'{missing[1]}' file not found" in done.stderr:
+                line = LineMap(flat).at(missing.start())
+                return [Problem(*line, f"<{missing[1]}> is not covered by this check", 1, UNCOVERED)]
         return _sorted([*notes, *own_errors(build.clean(done.stderr), file)])
-    has_tensors = header is not None and preprocess.has_tensors(done.stdout)
-    if header is not None and has_tensors and strict:
-        line = LineMap(flat).at(header.start())
-        if version < preprocess.TENSORS:
-            return [Problem(*line, f"<{header[1]}> is of Metal 4: compile by -std=metal4.0 (--std metal4.0 here)", 1)]
-        notes.append(Problem(*line, _TENSOR_GATE, 1, NOTE))
+    tensors = preprocess.entered_tensor_header(done.stdout)
+    if tensors and strict:
+        header, *line = tensors
+        if options.version < preprocess.TENSORS:
+            what = f"<{header}> is of Metal 4: compile by -std=metal4.0 (--std metal4.0 here)"
+            return [Problem(line[0] or file, line[1], what, 1)]
+        notes.append(Problem(line[0] or file, line[1], _TENSOR_GATE, 1, NOTE))
     text = done.stdout
     for folder in library.mlx_include():
         text = text.replace(f'"{folder}/', '"')
     problems = notes
     try:
-        newer, metal4 = options.version >= 320, has_tensors or options.version >= STANDARDS["metal4.0"]
+        newer, metal4 = options.version >= 320, bool(tensors) or options.version >= STANDARDS["metal4.0"]
         words = Text(text, lambdas=newer, fences=newer, eights=metal4)
         found_in_text = [place.refined(problem) for problem in problems_in_text(words, strict)]
         uncovered = [problem for problem in found_in_text if problem.severity == UNCOVERED]
@@ -133,6 +134,7 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
         return _sorted([*problems, *own_errors(error.log, file)])
     problems += [place.refined(problem) for problem in _named_twice(translation)]
     problems += Compilation(file, text, translation, compiled, strict, options, place, problems, metal4).problems()
+    problems = [_of_its_kind(problem) for problem in problems]
     if strict and not translation.variants and not problems:
         problems.append(Problem(file, 1, _no_kernel(translation), 1))
     return _sorted(problems)
@@ -163,6 +165,12 @@ def _named_twice(translation: Translation) -> list[Problem]:
             problems.append(Problem(*variant.site, f"two kernels have the name {variant.name!r}: choose another"))
         seen.add(variant.name)
     return problems
+
+
+def _of_its_kind(problem: Problem) -> Problem:
+    """A problem, or what the library says that it does not cover."""
+    is_uncovered = "not covered: " in problem.what
+    return dataclasses.replace(problem, severity=UNCOVERED) if is_uncovered else problem
 
 
 def _sorted(problems: list[Problem]) -> list[Problem]:

@@ -8,30 +8,36 @@ from pathlib import Path
 
 from .. import compiler
 from . import sources
+from .lines import LineMap
 
 TENSORS = 400  # the version of the language that has tensors, 4.0
 
-_TENSOR_HEADER = re.compile(
-    r"^[ \t]*#[ \t]*(?:include|import)[ \t]*[<\"]"
-    r"(metal_(?:cooperative_)?tensor|MetalPerformancePrimitives/[^>\"]*)[>\"]",
+_HEADER = r"(metal_(?:cooperative_)?tensor|MetalPerformancePrimitives/[^>\"\n]*)"
+_TENSOR_HEADER = re.compile(rf'^[ \t]*#[ \t]*(?:include|import)[ \t]*[<"]{_HEADER}[>"]', re.M)
+_ENTERED = re.compile(rf'^# 1 "(?:[^"\n]*/)?{_HEADER}" 1', re.M)
+
+# A pragma of a loop, as a directive or as an operator: its macros are expanded where clang compiles it, not before.
+_LOOP = re.compile(
+    r"^[ \t]*#[ \t]*pragma[ \t]+((?:unroll|clang[ \t]+loop)\b(?:\\\r?\n|[^\n])*)$"
+    r'|_Pragma[ \t]*\([ \t]*"((?:unroll|clang[ \t]+loop)\b[^"\\\n]*)"[ \t]*\)',
     re.M,
 )
-_LOOP = re.compile(r"^([ \t]*#[ \t]*pragma[ \t]+(?:unroll|clang[ \t]+loop)\b)(.*)$", re.M)
-_LOOP_WORD = re.compile(r"(?:unroll|vectorize|interleave|distribute|pipeline)\w*|full|enable|disable|assume_safety")
+_LOOP_WORD = re.compile(
+    r"clang|loop|(?:unroll|vectorize|interleave|distribute|pipeline)\w*|full|enable|disable|assume_safety"
+)
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_MARKED = re.compile(r"[ \t]*mittens_loop_begin (.*?) mittens_loop_end[ \t]*")
 
 
-def tensor_header(flat: str) -> re.Match[str] | None:
-    """The first include of Metal 4's tensors; a condition may leave it out."""
-    return _TENSOR_HEADER.search(sources.without_comments(flat))
+def has_tensor_header(flat: str) -> bool:
+    """Whether a text includes Metal 4's tensors, where a condition may leave the line out."""
+    return _TENSOR_HEADER.search(sources.without_comments(flat)) is not None
 
 
-def has_tensors(text: str) -> bool:
-    """Whether a preprocessed text has included a header of tensors."""
-    return (
-        re.search(r'^# 1 "[^"\n]*/(?:metal_(?:cooperative_)?tensor|MetalPerformancePrimitives/[^"\n]*)"', text, re.M)
-        is not None
-    )
+def entered_tensor_header(text: str) -> tuple[str, str, int] | None:
+    """The first header of tensors that a preprocessed text has included: its name, and the file and line that did."""
+    entered = _ENTERED.search(text)
+    return entered and (entered[1], *LineMap(text).at(entered.start()))
 
 
 def preprocessed(
@@ -43,31 +49,45 @@ def preprocessed(
         found: The compiler.
         flat: A text whose own includes are in it.
         include: Folders of headers.
-        version: Of the language, 310 for 3.1.
+        version: The language's, 310 for 3.1.
         defines: Options that define macros.
     """
     flags = [*compiler.preprocess_flags(include, version), *defines]
     flags += ["-D__HAVE_TENSOR__", "-D__HAVE_INT4B_FORMAT_TYPE__"] if version >= TENSORS else []
-    done = found.run(flags, flat)
-    return done if done.returncode else _with_loops(found, flags, flat, done)
-
-
-def _with_loops(
-    found: compiler.Compiler, flags: list[str], flat: str, done: subprocess.CompletedProcess[str]
-) -> subprocess.CompletedProcess[str]:
-    """Expands the macros in pragmas of loops: clang does it where it compiles, and its preprocessor leaves them."""
-    named = [
-        loop for loop in _LOOP.finditer(done.stdout) if any(not _LOOP_WORD.fullmatch(n) for n in _NAME.findall(loop[2]))
-    ]
-    if not named:
-        return done
-    macros = found.run([*flags, "-dM"], flat).stdout
-    lines = "\n".join(f"mittens_loop_{i} {loop[2]}" for i, loop in enumerate(named))
-    expanded = found.run([*flags, "-P"], f"{macros}{lines}\n").stdout
-    of_loop = dict(re.findall(r"^mittens_loop_(\d+)(.*)$", expanded, re.M))
-    at, parts = 0, []
-    for i, loop in enumerate(named):
-        parts += [done.stdout[at : loop.start()], loop[1], of_loop.get(str(i), loop[2])]
-        at = loop.end()
-    done.stdout = "".join([*parts, done.stdout[at:]])
+    marked = _LOOP.sub(_with_marks, flat)
+    done = found.run(flags, marked)
+    if marked != flat and not done.returncode:
+        done.stdout = _with_pragmas(done.stdout)
     return done
+
+
+def preprocessed_with_tensors(
+    found: compiler.Compiler, flat: str, include: list[Path], version: int, defines: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Calls the preprocessor for Metal 4 if the text then includes tensors, else for a version."""
+    if version < TENSORS and has_tensor_header(flat):
+        done = preprocessed(found, flat, include, TENSORS, defines)
+        if not done.returncode and entered_tensor_header(done.stdout):
+            return done
+        earlier = preprocessed(found, flat, include, version, defines)
+        return done if earlier.returncode else earlier
+    return preprocessed(found, flat, include, version, defines)
+
+
+def _with_marks(loop: re.Match[str]) -> str:
+    """The words of a pragma between marks, so that macros among them are expanded; as it is if it has no other name."""
+    words = loop[1] if loop[1] is not None else loop[2]
+    if all(_LOOP_WORD.fullmatch(name) for name in _NAME.findall(words)):
+        return loop[0]
+    return f"mittens_loop_begin {words.rstrip()} mittens_loop_end"
+
+
+def _with_pragmas(text: str) -> str:
+    """A pragma on a line of its own for each pair of marks, and the number of the line that goes on behind it."""
+    lines = LineMap(text)
+
+    def pragma(marked: re.Match[str]) -> str:
+        file, line = lines.at(marked.start())
+        return f'\n#pragma {marked[1]}\n# {line} "{file}"\n'
+
+    return _MARKED.sub(pragma, text)

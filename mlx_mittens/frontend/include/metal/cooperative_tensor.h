@@ -10,14 +10,14 @@ MITTENS_RUNTIME inline bool has_shuffled_layout() {
 
 enum class TensorRole : unsigned { left, right, destination, reduction };
 
-// Of an element in a matrix. A value of a reduction has a column alone.
+// Place of an element in a matrix. A value of a reduction has a column alone.
 struct TensorPlace {
   int row;
   int column;
   bool is_valid;
 };
 
-// What lanes hold of a fragment of 16x16: two rows, eight apart, and four columns.
+// The first row and column that a lane holds of a fragment of 16x16: it holds two rows, eight apart, and four columns.
 MITTENS_INLINE constexpr int fragment_row(unsigned lane) {
   return int((lane >> 2 & 4) | (lane >> 1 & 3));
 }
@@ -28,8 +28,8 @@ MITTENS_INLINE constexpr unsigned shuffled_lane(unsigned lane, TensorRole role) 
   return (11 * lane + 7 * (unsigned(role) + 1)) % 32;
 }
 
-// Which lane holds which elements of a matrix, as fragments of 16x16: an M5's, or one that has nothing of it. A scope of
-// no SIMD-group is a thread, which holds all.
+// Spreads a matrix over lanes by fragments of 16x16, as an M5 does, or as no GPU does. A scope of no SIMD-group is a
+// thread, which holds all.
 template <TensorRole tensor_role, int row_count, int column_count, int simdgroup_count>
 struct FragmentLayout {
   static constexpr TensorRole role = tensor_role;
@@ -64,8 +64,8 @@ struct FragmentLayout {
   }
 };
 
-// One value for each row, or each column, of a SIMD-group's result: every lane with elements of it holds the value, or
-// in the other layout one lane that has none.
+// Spreads a value for each row, or each column, of a SIMD-group's result: every lane with elements of it holds the value,
+// or in the other layout one lane that has none.
 template <bool is_of_rows, typename Result>
 struct ReductionLayout {
   using result = Result;
@@ -78,16 +78,21 @@ struct ReductionLayout {
 
   static constexpr TensorPlace place(unsigned lane, unsigned, int i, bool shuffled) {
     const int first = is_of_rows ? fragment_row(lane) : fragment_column(lane);
-    const int at = shuffled ? 32 * i + int(shuffled_lane(lane, role))
+    const int at = shuffled ? 32 * i + of_another(shuffled_lane(lane, TensorRole::destination))
                             : 16 * (i / in_fragment) + first + i % in_fragment * (is_of_rows ? 8 : 1);
     return {0, at, at < values};
+  }
+  // One of 32 rows or columns, each of another lane, that a lane's fragments do not have.
+  static constexpr int of_another(unsigned lane) {
+    const int row = fragment_row(lane), column = fragment_column(lane) / 4;
+    return is_of_rows ? (row + 1) % 8 + 8 * column : (column + 1) % 4 * 4 + row % 4 + 16 * (row / 4);
   }
   MITTENS_RUNTIME static TensorPlace here_is(int i) {
     return place(runtime->thread->lane, 0, i, has_shuffled_layout());
   }
 };
 
-// Whether each element of one layout has an element of another: the same one, or the value of its row or column.
+// Whether each element of one layout has one of another: the same one, or the value of its row or column.
 template <typename From, typename To>
 constexpr bool is_mapped = false;
 template <TensorRole from, TensorRole to, int rows, int columns, int simdgroups>
@@ -99,6 +104,17 @@ constexpr bool is_mapped<FragmentLayout<from, rows, columns, 1>, ReductionLayout
 template <bool of_rows, typename From, typename To>
 constexpr bool is_mapped<ReductionLayout<of_rows, From>, ReductionLayout<of_rows, To>> =
     ReductionLayout<of_rows, From>::values == ReductionLayout<of_rows, To>::values;
+
+// Whether a tensor in memory has a place.
+template <typename Tensor>
+MITTENS_INLINE bool is_in(const Tensor& tensor, TensorPlace place) {
+  const bool is_column = place.is_valid && place.column < tensor.get_extent(0);
+  if constexpr (Tensor::get_rank() == 1) {
+    return is_column;
+  } else {
+    return is_column && place.row < tensor.get_extent(1);
+  }
+}
 
 }  // namespace mittens
 
@@ -112,7 +128,7 @@ class cooperative_tensor {
   using extents_type = Extents;
   using layout = Layout;
   static constexpr int capacity = Layout::capacity;
-  static_assert(!mittens::is_of_four_bits<T>, "cooperative tensors of 4 bits are not covered");
+  static_assert(!mittens::is_of_four_bits<T>, "not covered: cooperative tensors of 4 bits");
 
   cooperative_tensor() = default;
   cooperative_tensor(const cooperative_tensor&) = default;
@@ -129,7 +145,7 @@ class cooperative_tensor {
     }
   }
 
-  // Elements that are there, one after the other.
+  // Elements one after the other, those that are not there too.
   template <typename Tensor>
   class Iterator {
    public:
@@ -210,7 +226,7 @@ class cooperative_tensor {
     static_assert(sizeof(I) == 0, "Metal's headers have no get_mask, which a comment in them uses: is_valid_element");
   }
   MITTENS_INLINE array<int, Extents::rank()> get_multidimensional_index(ushort i) const {
-    check(i);
+    mittens_check(i);
     ask();
     return index_of(Layout::here_is(i));
   }
@@ -218,7 +234,7 @@ class cooperative_tensor {
   MITTENS_INLINE array<int, Extents::rank()> get_multidimensional_index(Iterator<Tensor> it) const {
     return get_multidimensional_index(it.mittens_index());
   }
-  // Zero for an element that is not there; a value for it goes nowhere.
+  // Reads zero for an element that is not there.
   MITTENS_INLINE T get(ushort i) const {
     return is_valid_element(i) ? (*this)[i] : T(0);
   }
@@ -228,13 +244,13 @@ class cooperative_tensor {
     }
   }
   MITTENS_INLINE T& operator[](ushort i) {
-    check(i);
+    mittens_check(i);
     filled_[i / 64] |= 1ul << i % 64;
     is_by_index_ = true;
     return elements_[i];
   }
   MITTENS_INLINE const T& operator[](ushort i) const {
-    check(i);
+    mittens_check(i);
     is_by_index_ = true;
     return elements_[i];
   }
@@ -250,14 +266,14 @@ class cooperative_tensor {
   const_iterator end() const {
     return {*this, ushort(capacity)};
   }
-  // To this tensor's element for one of another tensor: the same one, or the value of its row or column.
+  // Finds the element for one of another tensor: the same one, or the value of its row or column.
   template <typename Other>
-  MITTENS_INLINE iterator map_iterator(Other other) {
-    return {*this, mapped(other)};
+  MITTENS_INLINE iterator map_iterator(Other other, mittens::Site site = mittens::here()) {
+    return {*this, mapped(other, site)};
   }
   template <typename Other>
-  MITTENS_INLINE const_iterator map_iterator(Other other) const {
-    return {*this, mapped(other)};
+  MITTENS_INLINE const_iterator map_iterator(Other other, mittens::Site site = mittens::here()) const {
+    return {*this, mapped(other, site)};
   }
 
   template <typename U, typename E>
@@ -269,20 +285,23 @@ class cooperative_tensor {
     typename Source::MittensReader read(source);
     for (int i = 0; i < capacity; ++i) {
       const auto place = Layout::here_is(i);
-      elements_[i] = is_in(source, place) ? read(index_of<typename E::index_type>(place)) : T(0);
+      elements_[i] = mittens::is_in(source, place) ? read(index_of<typename E::index_type>(place)) : T(0);
     }
-    fill();
+    mittens_fill();
   }
   template <typename U, typename E>
-  MITTENS_INLINE void store(const tensor<U, E, tensor_inline>& target) const {
+  MITTENS_INLINE void store(const tensor<U, E, tensor_inline>& target, mittens::Site site = mittens::here()) const {
     using Target = tensor<U, E, tensor_inline>;
     static_assert(__is_same(typename Target::value_type, T),
                   "a cooperative tensor is stored to a tensor of its own type");
     static_assert(Target::get_rank() == get_rank(), "a cooperative tensor is stored to a tensor of its own rank");
+    if (!mittens_is_filled()) {
+      mittens::fault("a cooperative tensor is stored with elements that nothing filled", site);
+    }
     ask();
     for (int i = 0; i < capacity; ++i) {
       const auto place = Layout::here_is(i);
-      if (is_in(target, place)) {
+      if (mittens::is_in(target, place)) {
         target[index_of<typename E::index_type>(place)] = elements_[i];
       }
     }
@@ -303,26 +322,7 @@ class cooperative_tensor {
   MITTENS_INLINE bool mittens_is_guessed() const {
     return is_by_index_ && !was_asked();
   }
-  MITTENS_INLINE void fill() {
-    for (auto& word : filled_) {
-      word = ~0ul;
-    }
-    is_by_index_ = false;
-  }
-  MITTENS_INLINE void mittens_is_result_of(mittens::Site run) {
-    fill();
-    run_ = run;
-  }
-  MITTENS_INLINE const T* mittens_elements() const {
-    return elements_;
-  }
-  // What keeps the places asks on behalf of the kernel.
-  MITTENS_INLINE void mittens_ask() const {
-    ask();
-  }
-
- private:
-  MITTENS_INLINE static void check(ushort i) {
+  MITTENS_INLINE static void mittens_check(ushort i) {
     if (i >= capacity) {
       mittens::fault("an element is used that this cooperative tensor does not have: get_capacity() says how many a "
                      "thread holds",
@@ -330,6 +330,25 @@ class cooperative_tensor {
     }
   }
 
+  MITTENS_INLINE void mittens_fill() {
+    for (auto& word : filled_) {
+      word = ~0ul;
+    }
+    is_by_index_ = false;
+  }
+  MITTENS_INLINE void mittens_is_result_of(mittens::Site run) {
+    mittens_fill();
+    run_ = run;
+  }
+  MITTENS_INLINE const T* mittens_elements() const {
+    return elements_;
+  }
+  // Asks on behalf of the kernel, for an operation that knows the places: what was done by index was done to each alike.
+  MITTENS_INLINE void mittens_ask() const {
+    ask();
+  }
+
+ private:
   template <typename Index = int>
   static array<Index, Extents::rank()> index_of(mittens::TensorPlace place) {
     if constexpr (Extents::rank() == 1) {
@@ -338,23 +357,15 @@ class cooperative_tensor {
       return {Index(place.column), Index(place.row)};
     }
   }
-  template <typename Tensor>
-  static bool is_in(const Tensor& tensor, mittens::TensorPlace place) {
-    const bool is_column = place.is_valid && place.column < tensor.get_extent(0);
-    if constexpr (Extents::rank() == 1) {
-      return is_column;
-    } else {
-      return is_column && place.row < tensor.get_extent(1);
-    }
-  }
   template <typename It>
-  MITTENS_INLINE int mapped(It other) const {
+  MITTENS_INLINE int mapped(It other, mittens::Site site) const {
     using Other = typename remove_cv_t<remove_reference_t<decltype(other.mittens_tensor())>>::layout;
     static_assert(mittens::is_mapped<Other, Layout>,
                   "map_iterator maps elements to those of a result of the same sizes, or to its rows' or columns' "
                   "values");
     ask();
     other.mittens_tensor().mittens_ask();
+    other.mittens_tensor().mittens_check(other.mittens_index());
     const auto from = Other::here_is(other.mittens_index());
     for (int i = 0; i < capacity; ++i) {
       const auto place = Layout::here_is(i);
@@ -372,7 +383,7 @@ class cooperative_tensor {
     }
     mittens::fault("map_iterator finds no element in this lane: ask is_iterator_compatible before, and pass the values "
                    "through memory where it says no",
-                   {});
+                   site);
     return 0;
   }
 

@@ -79,7 +79,7 @@ struct DynamicExtents<Index, 0, sizes...> {
   using type = metal::extents<Index, sizes...>;
 };
 
-// What memory holds of an element, and what a load of it gives.
+// The unit of memory that holds an element, and the value that a load gives.
 template <typename T>
 struct Stored {
   using unit = T;
@@ -130,7 +130,7 @@ struct tensor_offset {};
 template <typename T, typename Extents, typename Descriptor = tensor_handle>
 class tensor {
   static_assert(__is_same(Descriptor, tensor_inline),
-                "the simulator binds buffers, no tensors: make a tensor_inline over a pointer");
+                "not covered: tensors as arguments, since the simulator binds buffers: make a tensor_inline over a pointer");
 
  public:
   using element_type = T;
@@ -148,9 +148,12 @@ class tensor {
     for (size_t i = 1; i < Extents::rank(); ++i) {
       strides_[i] = strides_[i - 1] * sizes.extent(i - 1);
     }
+    check_rows();
   }
   MITTENS_INLINE tensor(data_handle_type data, Extents sizes, strides_type strides)
-      : data_(data), sizes_(sizes), strides_(strides) {}
+      : data_(data), sizes_(sizes), strides_(strides) {
+    check_rows();
+  }
 
   static constexpr size_t get_rank() {
     return Extents::rank();
@@ -190,7 +193,7 @@ class tensor {
     static_assert(sizeof...(I) == 0, "Metal's headers have no static_slice, which comments in them use: slice<...>");
   }
 
-  // For operations: where an element lies, the memory behind so many elements, and a reader of elements.
+  // For operations: where an element lies, the memory behind a number of elements, and a reader of elements.
   MITTENS_INLINE long mittens_offset(array<index_type, Extents::rank()> at) const {
     long offset = 0;
     for (size_t i = 0; i < Extents::rank(); ++i) {
@@ -208,7 +211,7 @@ class tensor {
       return data_ + elements;
     }
   }
-  // Of 4 bits it reads a byte once for two elements, one after the other.
+  // Reads a byte once for two elements of 4 bits, one after the other.
   class MittensReader {
    public:
     MITTENS_INLINE explicit MittensReader(const tensor& of) : of_(of) {}
@@ -235,6 +238,15 @@ class tensor {
  private:
   static constexpr bool is_of_four_bits = mittens::is_of_four_bits<value_type>;
 
+  MITTENS_INLINE void check_rows() const {
+    if constexpr (is_of_four_bits) {
+      for (size_t i = 1; i < Extents::rank(); ++i) {
+        if (strides_[i] % 2 != 0 && sizes_.extent(i) > 1) {
+          mittens::fault("rows of a tensor of 4 bits begin in the middle of a byte: their stride is odd", {});
+        }
+      }
+    }
+  }
   template <typename Part>
   MITTENS_INLINE tensor<T, Part, tensor_inline> part(const index_type* at) const {
     long begin = 0;

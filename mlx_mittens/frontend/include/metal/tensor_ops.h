@@ -49,7 +49,7 @@ struct TensorValue<metal::tensor<T, Extents, Descriptor>> {
 };
 template <typename T>
 using tensor_value = typename TensorValue<metal::remove_cv_t<T>>::type;
-// What a SIMD-group holds of an operand in memory.
+// The type that a SIMD-group holds of an operand in memory.
 template <typename T>
 using held_value = typename Stored<tensor_value<T>>::value;
 
@@ -236,10 +236,12 @@ class matmul2d {
     static_assert(chosen.m == 32 || chosen.n == 32 || chosen.k == 32 || simdgroups == 0,
                   "one of m, n and k is 32 where both operands are cooperative tensors");
   }
+  template <typename L, typename R, typename T>
   static constexpr void check_reductions() {
+    check_types<mittens::tensor_value<L>, mittens::tensor_value<R>, T>();
     static_assert(simdgroups == 1, "reductions are of one SIMD-group: the scope is execution_simdgroup");
   }
-  // What the header asks of a result that becomes an operand.
+  // Refuses what the header does of a result that becomes an operand.
   template <typename T, typename Source>
   static constexpr void check_source() {
     using Layout = typename Source::layout;
@@ -287,12 +289,12 @@ class matmul2d {
   // For the value of each row, or of each column, of a result.
   template <typename L, typename R, typename T, typename Index = int>
   MITTENS_INLINE Reduction<true, T, Index> get_row_reduction_destination_cooperative_tensor() const {
-    check_reductions();
+    check_reductions<L, R, T>();
     return {};
   }
   template <typename L, typename R, typename T, typename Index = int>
   MITTENS_INLINE Reduction<false, T, Index> get_column_reduction_destination_cooperative_tensor() const {
-    check_reductions();
+    check_reductions<L, R, T>();
     return {};
   }
 
@@ -361,9 +363,7 @@ class matmul2d {
       destination.mittens_is_result_of(site);
     } else {
       const auto at = [&](int i) { return decltype(sums)::layout::here_is(i); };
-      const auto is_there = [&](auto place) {
-        return place.is_valid && place.column < destination.get_extent(0) && place.row < destination.get_extent(1);
-      };
+      const auto is_there = [&](auto place) { return mittens::is_in(destination, place); };
       for (int i = 0; i < sums.capacity; ++i) {
         sums.mittens_elements()[i] =
             accumulates && is_there(at(i)) ? Sum(destination[{at(i).column, at(i).row}]) : Sum(0);
@@ -398,7 +398,7 @@ class matmul2d {
     for (int i = 0; i < Wanted::capacity; ++i) {
       result.mittens_elements()[i] = source.mittens_elements()[i];
     }
-    result.fill();
+    result.mittens_fill();
     return result;
   }
 

@@ -30,7 +30,7 @@ struct TensorReduction {
   unsigned lane;
   bool is_shuffled;
 
-  __attribute__((no_sanitize("coverage"))) static T both(mpp::tensor_ops::reduction_operation operation, T a, T b) {
+  __attribute__((no_sanitize("coverage"))) static T folded(mpp::tensor_ops::reduction_operation operation, T a, T b) {
     using mpp::tensor_ops::reduction_operation;
     return operation == reduction_operation::sum   ? T(a + b)
            : operation == reduction_operation::max ? metal::max(a, b)
@@ -50,7 +50,7 @@ struct TensorReduction {
         const TensorPlace place = From::place(of->lane, 0, i, of->is_shuffled);
         if (place.is_valid) {
           T& value = values[To::of_rows ? place.row : place.column];
-          value = both(all[0]->operation, value, of->elements[i]);
+          value = folded(all[0]->operation, value, of->elements[i]);
         }
       }
     }
@@ -77,8 +77,8 @@ MITTENS_INLINE void reduce_tensor(Source& source, Destination& destination,
   static_assert(From::role == TensorRole::destination && From::simdgroups == 1,
                 "a reduction is of the destination of a matmul2d with the scope execution_simdgroup");
   static_assert(__is_same(typename Destination::layout, ReductionLayout<of_rows, From>),
-                "the destination of a reduction is of another operation: reduce_rows takes one of "
-                "get_row_reduction_destination_cooperative_tensor, reduce_columns of that for columns");
+                "the destination of a reduction is of another operation: reduce_rows takes a tensor of "
+                "get_row_reduction_destination_cooperative_tensor, reduce_columns one for columns");
   if (!source.mittens_is_filled()) {
     fault("a reduction reads a cooperative tensor with elements that nothing filled", site);
   }
@@ -112,7 +112,7 @@ MITTENS_INLINE void reduce_columns(metal::cooperative_tensor<T, E, From>& source
 // Whether map_iterator of the destination finds an element for each of the source's.
 template <typename T, typename U, typename E, typename F, typename From, typename To>
 bool is_iterator_compatible(const metal::cooperative_tensor<T, E, From>&, const metal::cooperative_tensor<U, F, To>&) {
-  return mittens::is_mapped<From, To> && !mittens::has_shuffled_layout();
+  return mittens::is_mapped<From, To> && (__is_same(From, To) || !mittens::has_shuffled_layout());
 }
 
 }  // namespace mpp::tensor_ops
