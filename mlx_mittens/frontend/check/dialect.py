@@ -109,11 +109,11 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
         return _sorted([*notes, *own_errors(build.clean(done.stderr), file)])
     tensors = preprocess.entered_tensor_header(done.stdout)
     if tensors and strict:
-        header, *line = tensors
+        header, where, number = tensors
         if options.version < preprocess.TENSORS:
             what = f"<{header}> is of Metal 4: compile by -std=metal4.0 (--std metal4.0 here)"
-            return [Problem(line[0] or file, line[1], what, 1)]
-        notes.append(Problem(line[0] or file, line[1], _TENSOR_GATE, 1, NOTE))
+            return [Problem(where, number, what, 1)]
+        notes.append(Problem(where, number, _TENSOR_GATE, 1, NOTE))
     text = done.stdout
     for folder in library.mlx_include():
         text = text.replace(f'"{folder}/', '"')
