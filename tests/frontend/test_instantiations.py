@@ -31,7 +31,7 @@ def assert_only(file, variant):
     What clang compiles for a variant is made of the translation and the variant alone, so it is the same too.
     """
     text, kernel = frontend.metal_text(file, variant.name)
-    whole, one = frontend.translate(file), build._translate(file, text, (), False, to_run())
+    whole, one = frontend.translate(file), build._translate(file, text, (), False, to_run(), tensors=False)
     assert kernel == variant.name
     assert one.variants == [variant]
     assert one.kernels == whole.kernels
@@ -129,7 +129,7 @@ def test_of_two_that_a_condition_chooses_between_both_stay():
     frontend.register_source("tests/planted.metal", f'{HEAD}{tail}instantiate_kernel("two", scale, half)\n')
     text = instantiations.only(frontend.flatten("tests/planted.metal"), "one")
     assert 'instantiate_kernel("one", scale, float)' in text and '"two"' not in text
-    [variant] = build._translate("tests/planted.metal", text, (), False, to_run()).variants
+    [variant] = build._translate("tests/planted.metal", text, (), False, to_run(), tensors=False).variants
     assert variant.expression == "shift<half>"
 
 
